@@ -1,0 +1,1 @@
+"""System checks: rules between settings, each with an id."""

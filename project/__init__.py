@@ -1,0 +1,1 @@
+"""The Sluicegate project: settings, entry points and what both apps stand on."""

@@ -1,0 +1,57 @@
+"""The asyncio loop of this process: every provider call runs on it, in one background thread.
+
+Synchronous code hands a coroutine over with `submit` or `run`. The loop is made lazily and keyed by process id: a loop
+made before a fork never runs in the child. No ORM call belongs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """This process's running loop."""
+    with _lock:
+        found = _loops.get(os.getpid())
+        if found is None or found.is_closed():
+            found = _loops[os.getpid()] = _start()
+        return found
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Starts the coroutine on the loop; the future's `cancel()` cancels the coroutine."""
+    return asyncio.run_coroutine_threadsafe(coroutine, loop())
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs the coroutine on the loop and waits for its result; an interrupted wait cancels it."""
+    future = submit(coroutine)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _start() -> asyncio.AbstractEventLoop:
+    new = asyncio.new_event_loop()
+    ready = threading.Event()
+
+    def main() -> None:
+        asyncio.set_event_loop(new)
+        new.call_soon(ready.set)
+        new.run_forever()
+
+    threading.Thread(target=main, name="sluicegate-loop", daemon=True).start()
+    ready.wait()
+    return new

@@ -1,0 +1,166 @@
+"""Settings, each read once from the environment by a strict reader. README has the table of what a user may set."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from django.core.exceptions import ImproperlyConfigured
+from django.urls import reverse_lazy
+
+from project import embedded
+from project.env import Env
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+_env = Env(os.environ)
+
+VAR_DIR = _env.path("VAR_DIR", BASE_DIR / "var")
+VAR_DIR.mkdir(parents=True, exist_ok=True)
+
+
+def _secret_key() -> str:
+    """SECRET_KEY, or one made at the first start and kept under VAR_DIR, readable by its owner alone."""
+    given = _env.text("SECRET_KEY")
+    if given:
+        return given
+    kept = VAR_DIR / "secret_key"
+    try:
+        with open(os.open(kept, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new:
+            new.write(secrets.token_urlsafe(48))
+    except FileExistsError:
+        pass
+    key = kept.read_text().strip()
+    if not key:
+        raise ImproperlyConfigured(f"{kept} is empty: delete it, or set SECRET_KEY.")
+    return key
+
+
+SECRET_KEY = _secret_key()
+DEBUG = _env.flag("DEBUG", default=False)
+ALLOWED_HOSTS = list(_env.words("ALLOWED_HOSTS", ("127.0.0.1", "localhost", "[::1]")))
+CSRF_TRUSTED_ORIGINS = list(_env.words("CSRF_TRUSTED_ORIGINS"))
+
+INSTALLED_APPS = [
+    "unfold",
+    "unfold.contrib.filters",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "embeddings",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+
+ROOT_URLCONF = "project.urls"
+ASGI_APPLICATION = "project.asgi.application"
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+DATABASES = {"default": _env.database("DATABASE_URL", VAR_DIR / "sluicegate.sqlite3")}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": f"django.contrib.auth.password_validation.{name}"}
+    for name in ("UserAttributeSimilarityValidator", "MinimumLengthValidator", "CommonPasswordValidator")
+]
+
+LANGUAGE_CODE = "en"
+USE_TZ = True
+TIME_ZONE = "UTC"
+STATIC_URL = "/static/"
+STATIC_ROOT = VAR_DIR / "static"
+WHITENOISE_USE_FINDERS = True
+
+# --- Valkey or Redis: the broker, the event logs, the replies to waiting callers ---------------------------------
+REDIS_URL = _env.text("REDIS_URL")
+EMBEDDED_VALKEY = not REDIS_URL
+if EMBEDDED_VALKEY:
+    REDIS_URL = embedded.redis_url(VAR_DIR, os.environ)
+
+CELERY_BROKER_URL = embedded.broker_url(VAR_DIR, os.environ) if EMBEDDED_VALKEY else REDIS_URL
+CELERY_TASK_IGNORE_RESULT = True
+CELERY_TASK_DEFAULT_QUEUE = "sweeps"
+CELERY_TASK_ROUTES = {
+    "embeddings.drain_provider": {"queue": "embeddings"},
+    "embeddings.*": {"queue": "sweeps"},
+    "streaming.*": {"queue": "chat"},
+}
+CELERY_WORKER_PREFETCH_MULTIPLIER = 1
+CELERY_WORKER_HIJACK_ROOT_LOGGER = False
+CELERY_WORKER_ENABLE_REMOTE_CONTROL = True
+CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+# A doorbell that cannot ring must not hold its ringer up: rows are the truth, and beat rings again.
+CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 7200, "socket_connect_timeout": 5}
+CELERY_TASK_PUBLISH_RETRY = False
+CELERY_BEAT_SCHEDULE_FILENAME = str(VAR_DIR / "celerybeat-schedule")
+CELERY_BEAT_SCHEDULE = {
+    "tick": {"task": "embeddings.tick", "schedule": 2.0, "options": {"expires": 10}},
+    "start-due": {"task": "embeddings.start_due", "schedule": 30.0, "options": {"expires": 60}},
+    "purge": {"task": "embeddings.purge", "schedule": 3600.0, "options": {"expires": 3600}},
+}
+
+# --- Sluicegate ---------------------------------------------------------------------------------------------------
+# A lease is short and renewed: one as long as a call's deadline would stop the lane for minutes after a kill.
+LEASE_MS = _env.integer("LEASE_MS", 15_000, least=1_000)
+LEASE_RENEW_MS = _env.integer("LEASE_RENEW_MS", 5_000, least=100)
+LANE_BATCH_MAX_WAIT_MS = _env.integer("LANE_BATCH_MAX_WAIT_MS", 30_000)
+BUSY_RETRY_AFTER_MAX_MS = _env.integer("BUSY_RETRY_AFTER_MAX_MS", 120_000, least=1)
+BUSY_REQUEUES_MAX = _env.integer("BUSY_REQUEUES_MAX", 10, least=1)
+BUSY_TOTAL_MAX_MS = _env.integer("BUSY_TOTAL_MAX_MS", 900_000, least=1)
+SWEEP_CONCURRENCY = _env.integer("SWEEP_CONCURRENCY", 2, least=1, most=64)
+SOURCE_DEADLINE_MS = _env.integer("SOURCE_DEADLINE_MS", 600_000, least=100)
+FILE_BYTES_MAX = _env.integer("FILE_BYTES_MAX", 1_000_000, least=1)
+CHUNK_CHARACTERS = _env.integer("CHUNK_CHARACTERS", 1_200, least=100)
+CHUNK_TOKENS = _env.integer("CHUNK_TOKENS", 480, least=16)
+# Local paths are open to the embedded default alone; a server names the folders that tenants' sources may lie in.
+_source_roots = _env.words("SOURCE_ROOTS")
+SOURCE_ROOTS: tuple[Path, ...] | None = (
+    tuple(Path(root).expanduser().resolve() for root in _source_roots)
+    if _source_roots
+    else (None if EMBEDDED_VALKEY else ())
+)
+RETENTION_DAYS = _env.integer("RETENTION_DAYS", 30, least=1, most=36_500)
+SEARCH_CACHE_BYTES = _env.integer("SEARCH_CACHE_BYTES", 512 * 1024 * 1024)
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "root": {"handlers": ["stderr"], "level": _env.text("LOG_LEVEL", "WARNING")},
+    "loggers": {
+        # The client libraries log whole request lines at INFO: a tenant's text stays out of the logs.
+        "httpx2": {"level": "WARNING"},
+        "openai": {"level": "WARNING"},
+    },
+}
+
+UNFOLD = {
+    "SITE_TITLE": "Sluicegate",
+    "SITE_HEADER": "Sluicegate",
+    "SITE_URL": reverse_lazy("admin:index"),
+    "SHOW_VIEW_ON_SITE": False,
+}

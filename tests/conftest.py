@@ -1,0 +1,46 @@
+"""What every test stands on: one database that other processes can open too, and a loopback-only network."""
+
+import os
+import pathlib
+import socket
+
+import pytest
+from django.conf import settings
+from django.db import connection
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix):
+    """SQLite in a file, as in production: worker processes of a test open the same database."""
+    database = settings.DATABASES["default"]
+    if "sqlite" in database["ENGINE"]:
+        database.setdefault("TEST", {})["NAME"] = str(settings.VAR_DIR / "test.sqlite3")
+
+
+@pytest.fixture
+def process_environment(transactional_db):
+    """The environment of a process that shares this test's database."""
+    return os.environ | {"DATABASE_URL": _database_url(), "DJANGO_SETTINGS_MODULE": "project.settings"}
+
+
+def _database_url() -> str:
+    name = connection.settings_dict["NAME"]
+    if connection.vendor == "sqlite":
+        return f"sqlite://{name}"
+    return os.environ["DATABASE_URL"].replace("/postgres?", f"/{name}?", 1)
+
+
+@pytest.fixture(autouse=True)
+def _loopback_only(monkeypatch):
+    """Refuses connections that leave this machine."""
+    real = socket.socket.connect
+
+    def connect(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise AssertionError(f"a test tried to leave the machine: {address}")
+        return real(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+
+
+REPOSITORY_ROOT = pathlib.Path(__file__).resolve().parent.parent
