@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -31,4 +30,6 @@ def base64_of(text: str, dimensions: int) -> str:
 
 @lru_cache(maxsize=2048)
 def json_floats_of(text: str, dimensions: int) -> str:
-    return json.dumps(vector_of(text, dimensions).tolist(), separators=(",", ":"))
+    """Nine digits restore a float32 exactly, and formatting them costs a third of what `json.dumps` takes."""
+    numbers = ",".join(["%.9g"] * dimensions)
+    return f"[{numbers}]" % tuple(vector_of(text, dimensions).tolist())
