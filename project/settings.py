@@ -51,6 +51,7 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "embeddings",
+    "streaming",
 ]
 
 MIDDLEWARE = [
@@ -120,6 +121,8 @@ CELERY_BEAT_SCHEDULE = {
     "tick": {"task": "embeddings.tick", "schedule": 2.0, "options": {"expires": 10}},
     "start-due": {"task": "embeddings.start_due", "schedule": 30.0, "options": {"expires": 60}},
     "purge": {"task": "embeddings.purge", "schedule": 3600.0, "options": {"expires": 3600}},
+    "chat-tick": {"task": "streaming.tick", "schedule": 2.0, "options": {"expires": 10}},
+    "chat-purge": {"task": "streaming.purge", "schedule": 3600.0, "options": {"expires": 3600}},
 }
 
 # --- Sluicegate ---------------------------------------------------------------------------------------------------
@@ -144,6 +147,21 @@ SOURCE_ROOTS: tuple[Path, ...] | None = (
 )
 RETENTION_DAYS = _env.integer("RETENTION_DAYS", 30, least=1, most=36_500)
 SEARCH_CACHE_BYTES = _env.integer("SEARCH_CACHE_BYTES", 512 * 1024 * 1024)
+
+# --- Chat ---------------------------------------------------------------------------------------------------------
+CHAT_TURNS_PER_TENANT = _env.integer("CHAT_TURNS_PER_TENANT", 64, least=1)
+CHAT_REQUEST_BYTES_MAX = _env.integer("CHAT_REQUEST_BYTES_MAX", 4 * 1024 * 1024, least=1_024)
+CHAT_ANSWER_CHARACTERS_MAX = _env.integer("CHAT_ANSWER_CHARACTERS_MAX", 1_000_000, least=1)
+CHAT_KNOWLEDGE_ROWS = _env.integer("CHAT_KNOWLEDGE_ROWS", 5, least=1, most=100)
+CHAT_KNOWLEDGE_CHARACTERS = _env.integer("CHAT_KNOWLEDGE_CHARACTERS", 4_000, least=100)
+# How long a turn may stand unclaimed before it is asked whether any worker is there, and a reply without a status.
+CHAT_CLAIM_WAIT_MS = _env.integer("CHAT_CLAIM_WAIT_MS", 5_000, least=100)
+CHAT_STATUS_WAIT_MS = _env.integer("CHAT_STATUS_WAIT_MS", 10_000, least=100)
+CHAT_HEARTBEAT_MS = _env.integer("CHAT_HEARTBEAT_MS", 10_000, least=100)
+EVENT_LOG_TTL_SECONDS = _env.integer("EVENT_LOG_TTL_SECONDS", 3_600, least=60)
+METRICS_TOKEN = _env.text("METRICS_TOKEN")
+# Django's own bound on a body, so that none is parsed that the endpoints would refuse.
+DATA_UPLOAD_MAX_MEMORY_SIZE = CHAT_REQUEST_BYTES_MAX
 
 LOGGING = {
     "version": 1,
