@@ -191,22 +191,20 @@ def test_processes_that_start_at_once_share_one_server(var_dir):
 
 def test_two_servers_never_write_one_data_directory(var_dir, another_tmpdir, monkeypatch):
     """A second TMPDIR hides the socket of the first server: the data lock still sees it."""
-    with ensure_valkey(var_dir):
-        monkeypatch.setattr(tempfile, "tempdir", another_tmpdir)
+    with ensure_valkey(var_dir), monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", another_tmpdir)
         with pytest.raises(EmbeddedValkeyError, match="holds"):
             ensure_valkey(var_dir, timeout_s=0.3)
-        monkeypatch.undo()
 
 
 def test_without_the_data_lock_two_servers_would_share_it(var_dir, another_tmpdir, monkeypatch):
     """The twin: with the lock taken out of the way the second server starts over the first one's files."""
-    with ensure_valkey(var_dir):
+    with ensure_valkey(var_dir), monkeypatch.context() as patch:
         (var_dir / "valkey" / "data.lock").unlink()
-        monkeypatch.setattr(tempfile, "tempdir", another_tmpdir)
+        patch.setattr(tempfile, "tempdir", another_tmpdir)
         second = ensure_valkey(var_dir)
         assert second.started_here
         second.release()
-        monkeypatch.undo()
 
 
 def test_two_var_dirs_never_meet(tmp_path):
@@ -248,9 +246,9 @@ def test_a_directory_of_somebody_else_is_refused(var_dir, monkeypatch):
     directory = valkey_socket(var_dir).parent
     directory.mkdir(mode=0o700)
     found = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: found + 1)
-    monkeypatch.setattr(embedded, "valkey_socket", lambda _: directory / "valkey.sock")
-    with pytest.raises(EmbeddedValkeyError, match="does not belong"):
+    with monkeypatch.context() as patch, pytest.raises(EmbeddedValkeyError, match="does not belong"):
+        patch.setattr(os, "geteuid", lambda: found + 1)
+        patch.setattr(embedded, "valkey_socket", lambda _: directory / "valkey.sock")
         ensure_valkey(var_dir)
 
 
