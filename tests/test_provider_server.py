@@ -46,7 +46,7 @@ from tests.provider_server.log import CallLog
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTICED = 0.02
+NOTICED = 0.3  # it takes a millisecond; two busy cores may stretch it, and a close that is missed takes for ever
 
 
 @pytest.fixture
@@ -170,12 +170,12 @@ class TestLog:
         call = server.wait_until_ended(1)
         assert call.ended_by == "client_closed"
         assert call.ended_at is not None
-        assert call.ended_at - closed_at < NOTICED * 5  # two busy cores; a poll that misses the close takes seconds
+        assert call.ended_at - closed_at < NOTICED
 
     @pytest.mark.parametrize(("has_closed", "peak"), [(True, 1), (False, 2)])
     def test_a_dead_call_never_overlaps_the_next(self, has_closed: bool, peak: int) -> None:
         log = CallLog()
-        fields = {"method": "POST", "path": "/v1/embeddings", "headers": {}, "body": None, "texts": ("a",)}
+        fields: dict[str, Any] = {"method": "POST", "path": "/v1/embeddings", "headers": {}, "body": None, "texts": ("a",)}
         first = log.begin(lambda: has_closed, **fields, kind="embedding")
         log.begin(lambda: False, **fields, kind="embedding")
         assert log.peak_in_flight == peak
