@@ -1,0 +1,193 @@
+"""Reads the events of all turns that this process follows: one connection and one blocking read for all of them.
+
+A reader that is slow is left out of the read until it has caught up: the log keeps what it has not taken
+(docs/architecture.md, Chat).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import redis.asyncio
+
+from streaming import events
+from streaming.events import Event
+from streaming.valkey import UNREACHABLE, connect_async
+
+logger = logging.getLogger(__name__)
+
+# Entries of one turn in one read, and how many a reader may have waiting: no turn delays another's first event.
+SHARE = 64
+BACKLOG = 128
+BLOCK_MS = 1_000
+PAUSE_S = 0.2
+# Between two reads, so that one read carries the events of many turns. In all it stays far below a delta's own 20 ms.
+GATHER_S_PER_TURN = 0.000_05
+GATHER_S_MAX = 0.010
+
+
+class Subscription:
+    """One reader of one turn's log, from after `seq` on. Use it as a context manager."""
+
+    def __init__(self, reader: EventReader, key: str, after: int) -> None:
+        self.key = key
+        self.after = after
+        self._reader = reader
+        self._waiting: deque[Event] = deque()
+        self._came = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        self._reader.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.remove(self)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._waiting) >= BACKLOG
+
+    async def take(self, within_s: float) -> list[Event]:
+        """The events that have come, at least one unless `within_s` seconds pass without any."""
+        if not self._waiting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._came.wait()
+        was_full = self.is_full
+        taken = list(self._waiting)
+        self._waiting.clear()
+        self._came.clear()
+        if was_full:
+            self._reader.look_again()
+        return taken
+
+    def put(self, event: Event) -> None:
+        if event.seq > self.after:
+            self.after = event.seq
+            self._waiting.append(event)
+            self._came.set()
+
+
+class EventReader:
+    """The reader of one loop. Its task and connections live while there are subscriptions."""
+
+    def __init__(self) -> None:
+        self._subscriptions: set[Subscription] = set()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._client: redis.asyncio.Redis | None = None
+        self._bell: redis.asyncio.Redis | None = None
+        # A stream of this reader's own among those it reads: an entry in it ends a read that waits for others.
+        self._bell_key = f"sluicegate:bell:{secrets.token_hex(8)}"
+        self._bell_after = "0-0"
+        self._is_blocked = False
+        self._ringing: set[asyncio.Task[None]] = set()
+
+    def subscribe(self, key: str, after: int = 0) -> Subscription:
+        return Subscription(self, key, after)
+
+    def add(self, subscription: Subscription) -> None:
+        self._subscriptions.add(subscription)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="event-reader")
+        self.look_again()
+
+    def remove(self, subscription: Subscription) -> None:
+        self._subscriptions.discard(subscription)
+
+    def look_again(self) -> None:
+        """Makes the read start anew with the subscriptions as they are now."""
+        self._changed.set()
+        if self._is_blocked:
+            self._is_blocked = False
+            task = asyncio.create_task(self._ring())
+            self._ringing.add(task)
+            task.add_done_callback(self._ringing.discard)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    await self._read()
+                except UNREACHABLE as error:
+                    logger.warning("the event log cannot be read: %s", type(error).__name__)
+                    await self._disconnect()
+                    await asyncio.sleep(PAUSE_S)
+        finally:
+            await self._disconnect()
+
+    async def _read(self) -> None:
+        """One read for all subscriptions that have room."""
+        open_ones = [subscription for subscription in self._subscriptions if not subscription.is_full]
+        if not open_ones:
+            self._changed.clear()
+            await self._changed.wait()
+            return
+        if self._client is None:
+            self._client, self._bell = await connect_async(), await connect_async()
+        by_key: dict[str, list[Subscription]] = {}
+        for subscription in open_ones:
+            by_key.setdefault(subscription.key, []).append(subscription)
+        self._deliver(await self._entries(by_key), by_key)
+        await asyncio.sleep(min(GATHER_S_MAX, GATHER_S_PER_TURN * len(by_key)))
+
+    async def _entries(self, by_key: dict[str, list[Subscription]]) -> list[tuple[bytes, Any]]:
+        assert self._client is not None  # noqa: S101 - connected by the caller
+        after = [f"{min(subscription.after for subscription in each)}-0" for each in by_key.values()]
+        self._changed.clear()
+        self._is_blocked = True
+        try:
+            return await self._client.execute_command(
+                *("XREAD", "COUNT", SHARE, "BLOCK", BLOCK_MS, "STREAMS"),
+                *(self._bell_key, *by_key, self._bell_after, *after),
+            )
+        finally:
+            self._is_blocked = False
+
+    def _deliver(self, found: list[tuple[bytes, Any]] | None, by_key: dict[str, list[Subscription]]) -> None:
+        for key, entries in found or ():
+            name = key.decode()
+            if name == self._bell_key:
+                self._bell_after = entries[-1][0].decode()
+                continue
+            for entry_id, fields in entries:
+                self._deliver_one(by_key[name], entry_id, fields[b"e"])
+
+    def _deliver_one(self, readers: list[Subscription], entry_id: bytes, payload: bytes) -> None:
+        event = events.decode(entry_id, payload)
+        for subscription in readers:
+            subscription.put(event)
+
+    async def _ring(self) -> None:
+        """A ring that fails costs no more than one read's patience."""
+        if self._bell is not None:
+            with contextlib.suppress(*UNREACHABLE):
+                await self._bell.execute_command("XADD", self._bell_key, "MAXLEN", 1, "*", "r", "1")
+                await self._bell.execute_command("EXPIRE", self._bell_key, 60)
+
+    async def _disconnect(self) -> None:
+        clients, self._client, self._bell = (self._client, self._bell), None, None
+        for client in clients:
+            if client is not None:
+                with contextlib.suppress(*UNREACHABLE):
+                    await client.aclose()
+
+
+_readers: WeakKeyDictionary[asyncio.AbstractEventLoop, EventReader] = WeakKeyDictionary()
+
+
+def event_reader() -> EventReader:
+    """The reader of the running loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _readers:
+        _readers[loop] = EventReader()
+    return _readers[loop]

@@ -1,0 +1,189 @@
+"""Appends the events of all turns of this process: one connection, one pipeline at a time, no turn behind another.
+
+While the server is away, events are kept and appended once it is back; what a restarted server has lost of a running
+turn is put back under its old ids (docs/architecture.md, Chat).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+from uuid import UUID
+from weakref import WeakKeyDictionary
+
+import redis.asyncio
+from django.conf import settings
+from redis.exceptions import ResponseError
+
+from streaming import events
+from streaming.valkey import UNREACHABLE, connect_async
+
+logger = logging.getLogger(__name__)
+
+# Entries of one turn in one pipeline: a turn with a backlog never holds up the others' first events.
+SHARE = 64
+PAUSE_S = 0.2
+# A running turn's log outlives any reader's patience; the end sets the real time to live.
+RUNNING_TTL_S = 7 * 86_400
+
+
+class TurnLog:
+    """The log of one turn, as its worker writes it. `append` never waits; entries are kept until the turn is over."""
+
+    def __init__(self, writer: EventWriter, key: str) -> None:
+        self.key = key
+        self.entries: list[bytes] = []
+        self.end: bytes | None = None
+        self.written = 0
+        self.is_settled = asyncio.Event()
+        self._writer = writer
+
+    def append(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
+        """Adds an event to the log; on the writer's loop."""
+        self.entries.append(events.encode(kind, attempt, data))
+        self._writer.has_news(self)
+
+    async def close(self, attempt: int, end: dict[str, Any], within_s: float) -> bool:
+        """Appends the end event; whether all of it was written in time. Readers find a missing end in the database."""
+        self.end = events.encode(events.END, attempt, end)
+        self._writer.has_news(self)
+        try:
+            async with asyncio.timeout(within_s):
+                await self.is_settled.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._writer.forget(self)
+        return True
+
+    def abandon(self) -> None:
+        """Appends nothing more: the claim is somebody else's."""
+        self.entries.clear()
+        self.is_settled.set()
+        self._writer.forget(self)
+
+    def pending(self) -> list[tuple[int, bytes]]:
+        """The next entries to write, with their seq."""
+        share = self.entries[self.written : self.written + SHARE]
+        numbered = list(enumerate(share, start=self.written + 1))
+        if self.end is not None and self.written + len(share) == len(self.entries):
+            numbered.append((events.END_SEQ, self.end))
+        return numbered
+
+    def note_written(self, seq: int) -> None:
+        if seq >= events.FENCE_SEQ:
+            # The end is written, or somebody else has ended the turn: nothing can follow.
+            self.is_settled.set()
+            self._writer.forget(self)
+        else:
+            self.written = seq
+
+
+class EventWriter:
+    """The writer of one loop. Its connection is made at the first event and kept."""
+
+    def __init__(self) -> None:
+        self._logs: set[TurnLog] = set()
+        self._news: set[TurnLog] = set()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._client: redis.asyncio.Redis | None = None
+
+    def open(self, tenant_id: int, public_id: UUID) -> TurnLog:
+        """A new turn's log."""
+        log = TurnLog(self, events.log_key(tenant_id, public_id))
+        self._logs.add(log)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="event-writer")
+        return log
+
+    def has_news(self, log: TurnLog) -> None:
+        if log in self._logs:
+            self._news.add(log)
+            self._wake.set()
+
+    def forget(self, log: TurnLog) -> None:
+        self._logs.discard(log)
+        self._news.discard(log)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    await self._write_news()
+                except UNREACHABLE as error:
+                    logger.warning("the event log cannot be written, events are kept: %s", type(error).__name__)
+                    await self._disconnect()
+                    await asyncio.sleep(PAUSE_S)
+        finally:
+            await self._disconnect()
+
+    async def _write_news(self) -> None:
+        if not self._news:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._client is None:
+            await self._connect()
+        news, self._news = self._news, set()
+        try:
+            await self._write([(log, log.pending()) for log in news])
+        finally:
+            self._news |= {log for log in news if log in self._logs and log.pending()}
+
+    async def _write(self, batch: list[tuple[TurnLog, list[tuple[int, bytes]]]]) -> None:
+        assert self._client is not None  # noqa: S101 - connected by the caller
+        pipeline = self._client.pipeline(transaction=False)
+        written: list[tuple[TurnLog, int]] = []
+        for log, entries in batch:
+            for seq, payload in entries:
+                pipeline.execute_command("XADD", log.key, f"{seq}-0", "e", payload)
+                written.append((log, seq))
+                if seq in (1, events.END_SEQ):
+                    ttl = RUNNING_TTL_S if seq == 1 else settings.EVENT_LOG_TTL_SECONDS
+                    pipeline.execute_command("EXPIRE", log.key, ttl)
+                    written.append((log, 0))
+        replies = await pipeline.execute(raise_on_error=False)
+        refused = {log for (log, _), reply in zip(written, replies, strict=True) if isinstance(reply, Exception)}
+        for log, seq in written:
+            if seq and log not in refused:
+                log.note_written(seq)
+        for log in refused:
+            if await self._last_seq(log) == log.written:
+                raise ResponseError("the server refuses what should follow")
+            await self._resume(log)
+
+    async def _connect(self) -> None:
+        self._client = await connect_async()
+        for log in list(self._logs):
+            await self._resume(log)
+
+    async def _resume(self, log: TurnLog) -> None:
+        """Goes on after the last entry that the server has, which may be more, or less, than it had confirmed."""
+        log.written = 0
+        if seq := await self._last_seq(log):
+            log.note_written(min(seq, len(log.entries)) if seq < events.FENCE_SEQ else seq)
+        self.has_news(log)
+
+    async def _last_seq(self, log: TurnLog) -> int:
+        assert self._client is not None  # noqa: S101 - connected by the caller
+        last = await self._client.execute_command("XREVRANGE", log.key, "+", "-", "COUNT", 1)
+        return events.seq_of(last[0][0]) if last else 0
+
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(*UNREACHABLE):
+                await client.aclose()
+
+
+_writers: WeakKeyDictionary[asyncio.AbstractEventLoop, EventWriter] = WeakKeyDictionary()
+
+
+def event_writer() -> EventWriter:
+    """The writer of the running loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _writers:
+        _writers[loop] = EventWriter()
+    return _writers[loop]

@@ -1,0 +1,65 @@
+"""The vocabulary of a turn's event log: what stands in it, under which key, in which order (docs/architecture.md, Chat).
+
+A log is a stream in Valkey or Redis. Its ids are our own, `<seq>-0` with seq counting from 1, so that an entry that is
+appended twice is refused by the server, and so that a worker can put back whatever a restarted server has lost. The end
+has the highest seq there will ever be: after it the server refuses every late writer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+START, SOURCES, ATTEMPT, DELTA, FINISH, USAGE, END = "start", "sources", "attempt", "delta", "finish", "usage", "end"
+# Made by readers, never logged: what happens while nothing happens, and a whole turn whose log is gone.
+NOTICE, SNAPSHOT = "notice", "snapshot"
+FENCE = "fence"
+
+# Both are exact in a browser's numbers.
+END_SEQ = 2**53 - 1
+FENCE_SEQ = END_SEQ - 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry. `seq` is 0 for what a reader made itself; `attempt` is 0 before the first call to the provider."""
+
+    seq: int
+    type: str
+    attempt: int
+    data: dict[str, Any]
+
+    @property
+    def is_end(self) -> bool:
+        return self.type == END
+
+
+def log_key(tenant_id: int, public_id: UUID) -> str:
+    """The log's key: no tenant can spell another's, and no two turns share one."""
+    return f"sluicegate:turn:{tenant_id}:{public_id}"
+
+
+def encode(kind: str, attempt: int, data: dict[str, Any]) -> bytes:
+    # Escaped to ASCII: a server may send half of a surrogate pair in one delta and half in the next.
+    return json.dumps({"type": kind, "attempt": attempt, **data}, separators=(",", ":")).encode()
+
+
+def decode(entry_id: bytes, payload: bytes) -> Event:
+    data = json.loads(payload)
+    return Event(seq_of(entry_id), data.pop("type"), data.pop("attempt"), data)
+
+
+def seq_of(entry_id: bytes) -> int:
+    return int(entry_id.partition(b"-")[0])
+
+
+def storable(value: Any) -> Any:
+    """The value with what no database takes in its texts (NUL, half of a surrogate pair) replaced by U+FFFD."""
+    if isinstance(value, str):
+        whole = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return whole.replace("\0", "\ufffd")
+    if isinstance(value, dict):
+        return {storable(name): storable(content) for name, content in value.items()}
+    return [storable(content) for content in value] if isinstance(value, list) else value
