@@ -246,10 +246,11 @@ def test_a_directory_of_somebody_else_is_refused(var_dir, monkeypatch):
     directory = valkey_socket(var_dir).parent
     directory.mkdir(mode=0o700)
     found = os.geteuid()
-    with monkeypatch.context() as patch, pytest.raises(EmbeddedValkeyError, match="does not belong"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: found + 1)
         patch.setattr(embedded, "valkey_socket", lambda _: directory / "valkey.sock")
-        ensure_valkey(var_dir)
+        with pytest.raises(EmbeddedValkeyError, match="does not belong"):
+            ensure_valkey(var_dir)
 
 
 def test_a_link_in_the_place_of_the_directory_is_refused(var_dir, tmp_path):
