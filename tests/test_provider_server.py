@@ -175,7 +175,13 @@ class TestLog:
     @pytest.mark.parametrize(("has_closed", "peak"), [(True, 1), (False, 2)])
     def test_a_dead_call_never_overlaps_the_next(self, has_closed: bool, peak: int) -> None:
         log = CallLog()
-        fields: dict[str, Any] = {"method": "POST", "path": "/v1/embeddings", "headers": {}, "body": None, "texts": ("a",)}
+        fields: dict[str, Any] = {
+            "method": "POST",
+            "path": "/v1/embeddings",
+            "headers": {},
+            "body": None,
+            "texts": ("a",),
+        }
         first = log.begin(lambda: has_closed, **fields, kind="embedding")
         log.begin(lambda: False, **fields, kind="embedding")
         assert log.peak_in_flight == peak
