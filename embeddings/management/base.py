@@ -1,0 +1,154 @@
+"""What every command shares: one line for what was wrong, exit status 2 for usage and configuration, `--json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any, ClassVar, NoReturn
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser, SystemCheckError
+from django.db import DatabaseError, IntegrityError, OperationalError, ProgrammingError, connection
+from django.db.migrations.executor import MigrationExecutor
+
+from embeddings.errors import UsageError
+from embeddings.management.rendering import Table, printable, render
+
+USAGE, INTERRUPTED = 2, 130
+
+Options = Mapping[str, Any]
+Action = Callable[[Options], None]
+
+
+class Refused(CommandError):
+    """What was asked for cannot be done; nothing was."""
+
+
+class Interrupted(CommandError):
+    """Ctrl-C."""
+
+
+class LineParser(CommandParser):
+    """Says what is wrong in one line, where argparse prints the whole usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(self, message)
+
+
+class SluicegateCommand(BaseCommand):
+    """A door: parses, calls one verb, renders. Usage errors end with one line and exit status 2."""
+
+    examples: ClassVar[str] = ""
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        parser = super().create_parser(
+            prog_name, subcommand, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=examples(self.examples)
+        )
+        parser.error = partial(refuse, parser)  # type: ignore[method-assign]
+        return parser
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        try:
+            return super().execute(*args, **options)
+        except UsageError as error:
+            raise Refused(printable(str(error)), returncode=USAGE) from error
+        except SystemCheckError as error:
+            error.returncode = USAGE
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted("stopped by Ctrl-C.", returncode=INTERRUPTED) from None
+        except IntegrityError as error:
+            raise Refused("someone else changed the same thing just now: try again.", returncode=USAGE) from error
+        except (OperationalError, ProgrammingError) as error:
+            raise _database_refusal(error) from error
+
+    def print_json(self, data: object) -> None:
+        """One object, and nothing else, on standard output."""
+        self.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, default=_plain))
+
+    def print_table(self, table: Table) -> None:
+        render(table, self.stdout)
+
+    def note(self, line: str) -> None:
+        """A line for the person, beside the output."""
+        self.stderr.write(printable(line), self.style.WARNING)
+
+
+class NounCommand(SluicegateCommand):
+    """A command of several actions, such as `provider set`."""
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, parser_class=LineParser)
+        self.add_actions(actions)
+
+    def add_actions(self, actions: Any) -> None:
+        raise NotImplementedError
+
+    def add_action(self, actions: Any, name: str, act: Action, text: str, example: str) -> CommandParser:
+        """One action with its help; `act` gets the parsed options."""
+        parser: CommandParser = actions.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=examples(example),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.set_defaults(act=act)
+        return parser
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        options["act"](options)
+
+
+def add_json(parser: CommandParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def whole_number(text: str) -> int:
+    """For argparse: digits only; `1.5`, `NaN`, `1_000` and text are refused."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
+    return int(text)
+
+
+def positive_number(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
+    number = whole_number(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text!r}")
+    return number
+
+
+def examples(text: str) -> str | None:
+    """The end of a help page, from one or more example lines."""
+    return "examples:\n" + "\n".join(f"  manage.py {line}" for line in text.splitlines()) if text else None
+
+
+def refuse(parser: CommandParser, message: str) -> NoReturn:
+    """Ends the parsing with one line: by exit status 2 on the command line, by CommandError elsewhere."""
+    line = f"{parser.prog}: {message}; see {parser.prog} --help"
+    if parser.called_from_command_line:
+        parser.exit(USAGE, f"{line}\n")
+    raise CommandError(line, returncode=USAGE)
+
+
+def _plain(value: object) -> str:
+    """A moment in ISO 8601; anything else that JSON has no form for, as text."""
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def _database_refusal(error: DatabaseError) -> Exception:
+    """One line where the tables are not there yet or the database is away; otherwise the error itself."""
+    try:
+        executor = MigrationExecutor(connection)
+        missing = executor.migration_plan(executor.loader.graph.leaf_nodes())
+    except DatabaseError as unreachable:
+        reason = printable(str(unreachable).strip().splitlines()[0])
+        return Refused(f"the database cannot be used: {reason}", returncode=USAGE)
+    if missing:
+        return Refused("the database has not all tables yet: run `manage.py migrate` first.", returncode=USAGE)
+    return error

@@ -1,0 +1,91 @@
+"""How commands show data: tables and bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TextIO, cast
+
+from django.core.management.base import OutputWrapper
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under named columns; `numbers` are the columns set flush right, `empty` is said of no rows."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: frozenset[str] = frozenset()
+    empty: str = ""
+
+
+def render(table: Table, stream: OutputWrapper) -> None:
+    """The table on a terminal with rules and colour, elsewhere as aligned plain lines with the columns' names first."""
+    rows = [[printable(cell) for cell in row] for row in table.rows]
+    if not rows:
+        stream.write(table.empty)
+    elif stream.isatty():
+        console(stream).print(_rich_table(table, rows))
+    else:
+        for line in _plain_lines(table, rows):
+            stream.write(line)
+
+
+def console(stream: OutputWrapper) -> Console:
+    """A rich console on a command's stream. NO_COLOR is honoured."""
+    return Console(file=cast(TextIO, stream), highlight=False, markup=False, emoji=False)
+
+
+def printable(text: str) -> str:
+    """Without control characters: what came from a repository or a server must not steer the terminal."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def moment(when: datetime | None) -> str:
+    """A moment in UTC, to the second; empty for none."""
+    return when.strftime("%Y-%m-%d %H:%M:%SZ") if when else ""
+
+
+def _rich_table(table: Table, rows: list[list[str]]) -> RichTable:
+    shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column in table.columns:
+        shown.add_column(column, justify="right" if column in table.numbers else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    return shown
+
+
+def _plain_lines(table: Table, rows: list[list[str]]) -> list[str]:
+    lines = [list(table.columns), *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(table.columns))]
+    right = [column in table.numbers for column in table.columns]
+    return [
+        "  ".join(
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+_STYLES = {
+    "succeeded": "green",
+    "unchanged": "green",
+    "completed": "green",
+    "deferred": "yellow",
+    "skipped": "yellow",
+    "cancelled": "yellow",
+    "degraded": "yellow",
+    "paused": "yellow",
+    "failed": "red",
+    "interrupted": "red",
+    "open": "red",
+}

@@ -1,0 +1,48 @@
+"""Tenants, keys, providers and repositories: the verbs that every door calls (docs/architecture.md, Commands).
+
+The commands, the admin and the endpoints parse, call one of these, and render.
+"""
+
+from embeddings.registry.keys import KeyScope, allows, authenticate, find_key, issue_key, revoke_key
+from embeddings.registry.names import find_provider, find_repository, find_tenant, select_repositories
+from embeddings.registry.providers import ProviderChange, pause_provider, resume_provider, save_provider, set_provider
+from embeddings.registry.repositories import (
+    RepositoryChange,
+    add_repository,
+    remove_repository,
+    save_repository,
+    set_repository,
+)
+from embeddings.registry.rules import clean_provider, clean_repository, clean_tenant
+from embeddings.registry.tenants import TenantChange, add_tenant, remove_tenant, save_tenant, set_tenant
+
+__all__ = [
+    "KeyScope",
+    "ProviderChange",
+    "RepositoryChange",
+    "TenantChange",
+    "add_repository",
+    "add_tenant",
+    "allows",
+    "authenticate",
+    "clean_provider",
+    "clean_repository",
+    "clean_tenant",
+    "find_key",
+    "find_provider",
+    "find_repository",
+    "find_tenant",
+    "issue_key",
+    "pause_provider",
+    "remove_repository",
+    "remove_tenant",
+    "resume_provider",
+    "revoke_key",
+    "save_provider",
+    "save_repository",
+    "save_tenant",
+    "select_repositories",
+    "set_provider",
+    "set_repository",
+    "set_tenant",
+]

@@ -1,0 +1,96 @@
+"""Tenants' keys for the endpoints: `sgk_<prefix>_<secret>`, shown once, kept as a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Collection
+from datetime import timedelta
+
+from django.db.models import Q, TextChoices
+from django.utils import timezone
+
+from embeddings.errors import UsageError
+from embeddings.models import Tenant, TenantApiKey
+
+_MARK = "sgk"
+_LABEL_CHARACTERS_MAX = 100
+# A busy key would otherwise cost one write for each request.
+_LAST_USED_GRAIN = timedelta(minutes=1)
+
+
+class KeyScope(TextChoices):
+    """What a key opens."""
+
+    CHAT = "chat"
+    SEARCH = "search"
+    RUNS = "runs"
+
+
+def issue_key(tenant: Tenant, *, label: str = "", scopes: Collection[str] = ()) -> tuple[TenantApiKey, str]:
+    """A new key for the tenant, and the key itself, which nobody can read again. No scopes given: all of them.
+
+    Raises UsageError.
+    """
+    if not tenant.is_active:
+        raise UsageError(f"Tenant {tenant} is not active: `manage.py tenant add {tenant}` brings it back.")
+    if len(label) > _LABEL_CHARACTERS_MAX or not label.isprintable():
+        raise UsageError(f"A label has at most {_LABEL_CHARACTERS_MAX} printable characters.")
+    if unknown := sorted(set(scopes) - set(KeyScope.values)):
+        raise UsageError(f"There is no scope {unknown[0]!r}. There is: {', '.join(KeyScope.values)}.")
+    prefix = secrets.token_hex(6)
+    key = f"{_MARK}_{prefix}_{secrets.token_hex(24)}"
+    granted = [scope for scope in KeyScope.values if scope in scopes or not scopes]
+    row = TenantApiKey.objects.create(tenant=tenant, prefix=prefix, digest=_digest(key), label=label, scopes=granted)
+    return row, key
+
+
+def authenticate(key: str) -> TenantApiKey | None:
+    """The key's row with its tenant and providers, or None. Digests are compared in constant time."""
+    mark, _, rest = key.partition("_")
+    row = _usable(rest.partition("_")[0]) if mark == _MARK else None
+    # An unknown prefix takes the same way as a wrong secret.
+    matches = hmac.compare_digest(_digest(key), row.digest if row else _digest(""))
+    if row is None or not matches:
+        return None
+    _note_use(row)
+    return row
+
+
+def allows(key: TenantApiKey, scope: str) -> bool:
+    """Whether the key opens this scope."""
+    return scope in key.scopes
+
+
+def find_key(prefix: str) -> TenantApiKey:
+    """The key with this prefix; a whole key is taken, too. Raises UsageError."""
+    wanted = prefix.removeprefix(f"{_MARK}_").partition("_")[0]
+    found = TenantApiKey.objects.select_related("tenant").filter(prefix=wanted).first()
+    if found is None:
+        raise UsageError("There is no key with this prefix: `manage.py key list` shows the prefixes.")
+    return found
+
+
+def revoke_key(key: TenantApiKey) -> bool:
+    """The key opens nothing from now on. Whether this changed anything."""
+    return bool(TenantApiKey.objects.filter(pk=key.pk, revoked_at=None).update(revoked_at=timezone.now()))
+
+
+def _usable(prefix: str) -> TenantApiKey | None:
+    return (
+        TenantApiKey.objects.select_related("tenant__embedding_provider", "tenant__chat_provider")
+        .filter(prefix=prefix, revoked_at=None, tenant__is_active=True)
+        .first()
+    )
+
+
+def _note_use(row: TenantApiKey) -> None:
+    now = timezone.now()
+    stale = Q(last_used_at=None) | Q(last_used_at__lt=now - _LAST_USED_GRAIN)
+    if row.last_used_at is None or row.last_used_at < now - _LAST_USED_GRAIN:
+        TenantApiKey.objects.filter(stale, pk=row.pk).update(last_used_at=now)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

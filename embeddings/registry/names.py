@@ -1,0 +1,111 @@
+"""From the names that people type to rows; an unknown name lists what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from django.db.models import Q, QuerySet
+
+from embeddings.errors import UsageError
+from embeddings.models import Provider, Repository, Tenant
+
+_NAMES_SHOWN = 20
+
+
+def find_provider(name: str) -> Provider:
+    """The provider of this name. Raises UsageError."""
+    found = Provider.objects.filter(name=name).first()
+    if found is None:
+        known = Provider.objects.order_by("name").values_list("name", flat=True)
+        raise _unknown("provider", name, known, "make one with `manage.py provider set`")
+    return found
+
+
+def find_tenant(slug: str) -> Tenant:
+    """The tenant of this slug, active or not, with its providers. Raises UsageError."""
+    found = Tenant.objects.select_related("embedding_provider", "chat_provider").filter(slug=slug).first()
+    if found is None:
+        known = Tenant.objects.filter(is_active=True).order_by("slug").values_list("slug", flat=True)
+        raise _unknown("tenant", slug, known, "make one with `manage.py tenant add`")
+    return found
+
+
+def find_repository(tenant: Tenant, slug: str) -> Repository:
+    """The tenant's repository of this slug that is not removed. Raises UsageError."""
+    found = present_repositories().filter(tenant=tenant, slug=slug).first()
+    if found is None:
+        known = present_repositories().filter(tenant=tenant).order_by("slug").values_list("slug", flat=True)
+        hint = f"make one with `manage.py repository add {tenant} SLUG SOURCE`"
+        raise _unknown(f"repository of tenant {tenant}", slug, known, hint)
+    return found
+
+
+def select_repositories(tenants: Sequence[str] = (), repositories: Sequence[str] = ()) -> list[Repository]:
+    """What a sweep is asked to take: `tenants` by slug and `repositories` as `tenant/slug`; both empty for all.
+
+    Only enabled repositories of active tenants with an embedding provider. Raises UsageError where a name is unknown,
+    where a repository that is asked for by name cannot be swept, and where nothing is left.
+    """
+    named = [_named_repository(name) for name in dict.fromkeys(repositories)]
+    for repository in named:
+        _check_sweepable(repository)
+    wanted = Q(pk__in=[repository.pk for repository in named]) | Q(tenant__in=[find_tenant(slug) for slug in tenants])
+    candidates = present_repositories().filter(wanted if tenants or repositories else Q())
+    chosen = list(candidates.filter(_SWEEPABLE).order_by("tenant__slug", "slug"))
+    if not chosen:
+        raise _nothing_to_sweep(candidates)
+    return chosen
+
+
+def present_repositories() -> QuerySet[Repository]:
+    """Repositories that are not removed, with tenant and providers."""
+    return Repository.objects.filter(removed_at=None).select_related("tenant__embedding_provider")
+
+
+_SWEEPABLE = Q(enabled=True, tenant__is_active=True, tenant__embedding_provider__isnull=False)
+
+
+def _named_repository(name: str) -> Repository:
+    tenant, slash, slug = name.partition("/")
+    if not slash or not tenant or not slug:
+        raise UsageError(f"{name!r} is not a repository's name: write it as tenant/repository.")
+    return find_repository(find_tenant(tenant), slug)
+
+
+def _check_sweepable(repository: Repository) -> None:
+    tenant = repository.tenant
+    if not tenant.is_active:
+        raise UsageError(f"Tenant {tenant} is not active: `manage.py tenant add {tenant}` brings it back.")
+    if not repository.enabled:
+        raise UsageError(f"{repository} is disabled: `manage.py repository set {tenant} {repository.slug} --enable`.")
+    if tenant.embedding_provider is None:
+        raise _without_provider(tenant)
+
+
+def _nothing_to_sweep(candidates: QuerySet[Repository]) -> UsageError:
+    if not Tenant.objects.filter(is_active=True).exists():
+        return UsageError("There is no tenant yet: `manage.py tenant add acme --embedding-provider NAME` makes one.")
+    first = candidates.filter(tenant__is_active=True).order_by("tenant__slug", "slug").first()
+    if first is None:
+        return UsageError(
+            "There is no repository to sweep: `manage.py repository add TENANT SLUG /path/or/git-url` makes one."
+        )
+    if first.tenant.embedding_provider is None:
+        return _without_provider(first.tenant)
+    return UsageError(
+        f"No repository is enabled: `manage.py repository set {first.tenant} {first.slug} --enable` enables one."
+    )
+
+
+def _without_provider(tenant: Tenant) -> UsageError:
+    return UsageError(
+        f"Tenant {tenant} has no embedding provider: `manage.py tenant set {tenant} --embedding-provider NAME`."
+    )
+
+
+def _unknown(what: str, name: str, known: Iterable[str], hint: str) -> UsageError:
+    names = list(known)
+    if not names:
+        return UsageError(f"There is no {what} {name!r}, and no other: {hint}.")
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    return UsageError(f"There is no {what} {name!r}. There is: {shown}.")

@@ -1,0 +1,103 @@
+"""Repositories: add, set, remove."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from django.core.exceptions import ValidationError
+from django.utils import timezone
+
+from embeddings.errors import UsageError
+from embeddings.models import Repository, Tenant
+from embeddings.registry.rules import clean_repository, one_line
+
+# A new value of one of these makes the next sweep see other files.
+_WHAT_IS_SWEPT = frozenset({"source", "ref", "include", "exclude", "enabled"})
+
+
+@dataclass(frozen=True)
+class RepositoryChange:
+    """What `add_repository` or `set_repository` did, and the lines that the person should read."""
+
+    repository: Repository
+    created: bool
+    changed: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def add_repository(tenant: Tenant, slug: str, source: str, values: Mapping[str, object]) -> RepositoryChange:
+    """Gives the tenant a repository. One of this slug that is there already must agree with what is given.
+
+    Raises UsageError.
+    """
+    if not tenant.is_active:
+        raise UsageError(f"Tenant {tenant} is not active: `manage.py tenant add {tenant}` brings it back.")
+    wanted = Repository(tenant=tenant, slug=slug, source=source, **values)
+    present = Repository.objects.filter(tenant=tenant, slug=slug, removed_at=None).first()
+    if present is None:
+        _clean(wanted)
+        save_repository(wanted, ())
+        return RepositoryChange(wanted, created=True, changed=(), notes=_notes_on(wanted))
+    wanted.pk, wanted._state.adding = present.pk, False
+    _clean(wanted)
+    differing = [field for field in ("source", *values) if getattr(wanted, field) != getattr(present, field)]
+    if differing:
+        flags = " ".join(f"--{field} ..." for field in differing)
+        raise UsageError(
+            f"{present} exists already with another {' and '.join(differing)}: change it with "
+            f"`manage.py repository set {tenant} {slug} {flags}`, or choose another slug."
+        )
+    return RepositoryChange(present, created=False, changed=())
+
+
+def set_repository(repository: Repository, values: Mapping[str, object]) -> RepositoryChange:
+    """Gives an existing repository these values. Raises UsageError."""
+    before = {field: getattr(repository, field) for field in values}
+    for field, value in values.items():
+        setattr(repository, field, value)
+    _clean(repository)
+    changed = tuple(field for field in values if getattr(repository, field) != before[field])
+    save_repository(repository, changed)
+    return RepositoryChange(repository, created=False, changed=changed, notes=_notes_on(repository))
+
+
+def save_repository(repository: Repository, changed: Collection[str]) -> None:
+    """Stores a cleaned repository: of one that exists only what changed, since sweeps write to the same row."""
+    if repository._state.adding:
+        repository.next_due_at = timezone.now()
+        repository.save()
+        return
+    fields = set(changed)
+    if fields & _WHAT_IS_SWEPT:
+        repository.next_due_at = timezone.now()
+        fields.add("next_due_at")
+    if fields:
+        repository.save(update_fields=fields)
+
+
+def remove_repository(repository: Repository) -> bool:
+    """Hides the repository's rows from search at once and cancels what is unfinished; a purge deletes them later.
+
+    Whether this changed anything.
+    """
+    from embeddings import sweep
+
+    removed = Repository.objects.filter(pk=repository.pk, removed_at=None).update(removed_at=timezone.now())
+    if removed:
+        sweep.cancel_repository(repository)
+    return bool(removed)
+
+
+def _clean(repository: Repository) -> None:
+    try:
+        clean_repository(repository)
+    except ValidationError as refused:
+        raise one_line(f"Repository {repository}", refused) from refused
+
+
+def _notes_on(repository: Repository) -> tuple[str, ...]:
+    if repository.source.startswith("/") and not os.path.isdir(repository.source):
+        return (f"There is no directory {repository.source} on this machine: sweeps are deferred until there is one.",)
+    return ()
