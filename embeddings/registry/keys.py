@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Collection
 from datetime import timedelta
@@ -15,6 +16,7 @@ from embeddings.errors import UsageError
 from embeddings.models import Tenant, TenantApiKey
 
 _MARK = "sgk"
+_KEY = re.compile(_MARK + r"_(?P<prefix>[0-9a-f]{12})_[0-9a-f]{48}", re.ASCII)
 _LABEL_CHARACTERS_MAX = 100
 # A busy key would otherwise cost one write for each request.
 _LAST_USED_GRAIN = timedelta(minutes=1)
@@ -48,11 +50,9 @@ def issue_key(tenant: Tenant, *, label: str = "", scopes: Collection[str] = ()) 
 
 def authenticate(key: str) -> TenantApiKey | None:
     """The key's row with its tenant and providers, or None. Digests are compared in constant time."""
-    mark, _, rest = key.partition("_")
-    row = _usable(rest.partition("_")[0]) if mark == _MARK else None
-    # An unknown prefix takes the same way as a wrong secret.
-    matches = hmac.compare_digest(_digest(key), row.digest if row else _digest(""))
-    if row is None or not matches:
+    shape = _KEY.fullmatch(key)
+    row = _usable(shape["prefix"]) if shape else None
+    if row is None or not hmac.compare_digest(_digest(key), row.digest):
         return None
     _note_use(row)
     return row
