@@ -1,11 +1,28 @@
-"""Cut the text of one file into chunks of whole lines (docs/architecture.md, Sweep)."""
+"""Cut the text of one file into chunks of whole lines (docs/architecture.md, Sweep).
 
+Syntax proposes where to cut; the cuts are moved to line starts, and what is then too large is parted at blank lines
+and low indentation. So a chunk's place can be shown, and its text found again, by line numbers alone.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+
+from embeddings.knowledge import syntax
+from embeddings.knowledge.token_estimate import units_within, weigh
+
+_CAPACITY_STEPS = 8
+_SMALL = 6
+_SEPARATORS = (" ", ";", "}", ",", ">")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`text` is lines `start_line` to `end_line`, 1-based and inclusive, as "\\n" separates them."""
+    """`text` is lines `start_line` to `end_line`, 1-based and inclusive, as "\\n" separates them.
+
+    Only a line that alone exceeds the limits is cut inside: the text is then a part of that line.
+    """
 
     ordinal: int
     start_line: int
@@ -15,21 +32,156 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkLimits:
-    """The most that one chunk may hold; tokens are estimated."""
+    """The most that one chunk may hold; tokens are estimated, and include the two that frame a text."""
 
     max_characters: int = 1200
     max_tokens: int = 512
 
+    def __post_init__(self) -> None:
+        # Any single character must fit.
+        if self.max_characters < 1 or self.max_tokens < 8:
+            raise ValueError("a chunk holds at least 1 character and 8 tokens")
+
 
 def chunk(path: str, text: str, limits: ChunkLimits) -> list[Chunk]:
-    """Chunks that cover every non-blank line once, in order."""
-    chunks: list[Chunk] = []
-    begin, size, lines = 0, 0, text.split("\n")
-    for index, line in enumerate([*lines, ""]):
-        size += len(line) + 1
-        if index == len(lines) or size > limits.max_characters:
-            piece = "\n".join(lines[begin:index])
-            if piece.strip():
-                chunks.append(Chunk(len(chunks), begin + 1, index, piece))
-            begin, size = index, len(line) + 1
-    return chunks
+    """Chunks in order that hold every non-blank line once; none is blank, none exceeds the limits.
+
+    The path only names the grammar. A text that its grammar cannot parse in reasonable time is cut by its lines.
+    """
+    file = _File(text, limits)
+    if file.fits(0, file.line_count):
+        spans = [(0, file.line_count)]
+    else:
+        offsets = syntax.cuts(path, text, _capacity(text, limits))
+        spans = list(file.joined(file.spans(offsets)))
+    pieces = (piece for begin, stop in spans for piece in file.pieces(begin, stop))
+    return [Chunk(ordinal, first + 1, last + 1, piece) for ordinal, (first, last, piece) in enumerate(pieces)]
+
+
+def _capacity(text: str, limits: ChunkLimits) -> int:
+    """Characters to ask of the splitter: fewer where the whole text is dense, so that its parts need no second cut.
+
+    Taken in steps, because splitters are cached by capacity.
+    """
+    allowed = units_within(limits.max_tokens) * len(text) // max(1, weigh(text))
+    step = max(1, limits.max_characters // _CAPACITY_STEPS)
+    return max(step, min(limits.max_characters, allowed) // step * step)
+
+
+class _File:
+    """A text and its lines; ranges of lines are 0-based and end before `stop`."""
+
+    def __init__(self, text: str, limits: ChunkLimits) -> None:
+        self._text = text
+        self._max_characters = limits.max_characters
+        self._max_units = units_within(limits.max_tokens)
+        lines = text.split("\n")
+        self.line_count = len(lines)
+        # One more than there are lines: line i is text[starts[i] : starts[i + 1] - 1].
+        self._starts = [0]
+        for line in lines:
+            self._starts.append(self._starts[-1] + len(line) + 1)
+
+    def fits(self, begin: int, stop: int) -> bool:
+        """Whether these lines may be one chunk."""
+        if self._length(begin, stop) > self._max_characters:
+            return False
+        return self._light(self._slice(begin, stop))
+
+    def spans(self, offsets: list[int]) -> Iterator[tuple[int, int]]:
+        """Ranges of lines between the cuts, each moved to the start of a line."""
+        lines = {0, self.line_count, *map(self._line_at, offsets)}
+        return pairwise(sorted(lines))
+
+    def joined(self, spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The spans, small ones together with a neighbour where both fit in one chunk."""
+        begin, stop = next(spans)
+        small = self._max_characters // _SMALL
+        for next_begin, next_stop in spans:
+            shorter = min(self._length(begin, stop), self._length(next_begin, next_stop))
+            if shorter > small or not self.fits(begin, next_stop):
+                yield begin, stop
+                begin = next_begin
+            stop = next_stop
+        yield begin, stop
+
+    def pieces(self, begin: int, stop: int) -> Iterator[tuple[int, int, str]]:
+        """First line, last line and text of each chunk in these lines."""
+        while True:
+            begin, stop = self._trimmed(begin, stop)
+            if begin == stop:
+                return
+            end = stop if self.fits(begin, stop) else self._break(begin, self._furthest(begin, stop))
+            if end == begin:
+                end = begin + 1
+                yield from ((begin, begin, piece) for piece in self._parts_of_line(begin))
+            else:
+                _, last = self._trimmed(begin, end)
+                yield begin, last - 1, self._slice(begin, last)
+            begin = end
+
+    def _line_at(self, offset: int) -> int:
+        """The line that starts at the cut, or nearest before it; the next one if only blanks of this line follow."""
+        line = bisect_right(self._starts, offset) - 1
+        rest = self._text[offset : self._starts[line + 1]] if offset > self._starts[line] else "-"
+        return line if rest.strip() else line + 1
+
+    def _trimmed(self, begin: int, stop: int) -> tuple[int, int]:
+        while begin < stop and self._is_blank(begin):
+            begin += 1
+        while begin < stop and self._is_blank(stop - 1):
+            stop -= 1
+        return begin, stop
+
+    def _furthest(self, begin: int, stop: int) -> int:
+        """The furthest end up to which the lines from `begin` are within the limits; `begin` if not even one is."""
+        end = bisect_right(self._starts, self._starts[begin] + self._max_characters + 1, begin, stop + 1) - 1
+        if end == begin or self._light(self._slice(begin, end)):
+            return end
+        units = 0
+        for line in range(begin, end):
+            units += weigh(self._slice(line, line + 1))
+            if units > self._max_units:
+                return line
+        return end
+
+    def _break(self, begin: int, end: int) -> int:
+        """The best place to part in the later half: after a blank line, else before the least indented, else late."""
+        middle = bisect_right(self._starts, (self._starts[begin] + self._starts[end]) // 2, begin, end)
+        return max(range(min(middle, end), end + 1), key=self._break_quality)
+
+    def _break_quality(self, line: int) -> tuple[bool, int, int]:
+        if line >= self.line_count:
+            return True, 0, line
+        text = self._slice(line, line + 1)
+        return line > 0 and self._is_blank(line - 1), len(text.lstrip()) - len(text), line
+
+    def _parts_of_line(self, line: int) -> Iterator[str]:
+        position, end = self._starts[line], self._starts[line + 1] - 1
+        while position < end:
+            part = self._text[position : min(position + self._max_characters, end)]
+            while (units := weigh(part)) > self._max_units:
+                part = part[: max(1, min(len(part) - 1, len(part) * self._max_units // units))]
+            if position + len(part) < end:
+                part = _to_separator(part)
+            position += len(part)
+            if part.strip():
+                yield part
+
+    def _length(self, begin: int, stop: int) -> int:
+        return self._starts[stop] - 1 - self._starts[begin]
+
+    def _slice(self, begin: int, stop: int) -> str:
+        return self._text[self._starts[begin] : self._starts[stop] - 1]
+
+    def _is_blank(self, line: int) -> bool:
+        return not self._slice(line, line + 1).strip()
+
+    def _light(self, text: str) -> bool:
+        return weigh(text) <= self._max_units
+
+
+def _to_separator(part: str) -> str:
+    """The part up to its last separator, unless that lies far from its end."""
+    cut = max(part.rfind(separator) for separator in _SEPARATORS) + 1
+    return part[:cut] if cut > len(part) * 3 // 4 else part

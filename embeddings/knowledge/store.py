@@ -1,0 +1,276 @@
+"""The only writer of knowledge rows: versions, their rows, their vectors (docs/architecture.md, Sweep).
+
+A version goes live, and the one it replaces goes away, in one transaction, once each of its rows has a vector or a reason.
+A failing provider therefore leaves the old text searchable, never a hole. Locks: run, outcome, task, then versions in the
+order of their ids; the repository last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from django.db import connection, transaction
+from django.db.models import Exists, F, OuterRef, Q, QuerySet
+
+from embeddings.errors import DimensionMismatch
+from embeddings.knowledge.chunking import Chunk
+from embeddings.models import EmbeddingGeneration, FileVersion, KnowledgeRow, Repository, SourceFile
+from embeddings.vectors import database_value
+
+_CHUNK = 500
+PENDING = Q(vector=None, undeliverable_reason="")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where new versions belong: nothing of one tenant is ever written, read or counted for another."""
+
+    tenant_id: int
+    repository_id: int
+    generation_id: int
+    rules: str
+
+
+@dataclass(frozen=True)
+class ReadFile:
+    """One file as the scan read it: its chunks, or the reason why it has none."""
+
+    path: str
+    oid: str
+    chunks: Sequence[Chunk] = ()
+    skipped_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a scan wrote: rows in all, and how many took a vector that the tenant already had."""
+
+    rows: int = 0
+    reused: int = 0
+
+
+def text_hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+def write_versions(place: Place, files: Sequence[ReadFile]) -> Written:
+    """Writes one new version per file with all its rows, in one transaction; complete ones go live at once.
+
+    A row whose text this tenant has embedded in this generation takes that vector.
+    """
+    hashes = {chunk.text: text_hash(chunk.text) for read in files for chunk in read.chunks}
+    with transaction.atomic():
+        file_ids = _file_ids(place, [read.path for read in files])
+        _delete_versions(
+            FileVersion.objects.filter(generation=place.generation_id, is_live=False, file__in=file_ids.values())
+        )
+        versions = FileVersion.objects.bulk_create(_version(place, read, file_ids[read.path]) for read in files)
+        known = known_vectors(place.tenant_id, place.generation_id, hashes.values())
+        rows = [
+            _row(place, version, chunk, hashes[chunk.text], known)
+            for version, read in zip(versions, files, strict=True)
+            for chunk in read.chunks
+        ]
+        KnowledgeRow.objects.bulk_create(rows, batch_size=_CHUNK)
+        _publish_complete(place.repository_id, [version.pk for version in versions])
+    return Written(rows=len(rows), reused=sum(row.vector is not None for row in rows))
+
+
+def copy_to_generation(place: Place, version_ids: Sequence[int]) -> Written:
+    """Copies live versions of another generation as pending ones of this: the model changed, the text did not."""
+    sources = FileVersion.objects.filter(pk__in=version_ids).select_related("file").prefetch_related("rows")
+    files = [
+        ReadFile(
+            path=source.file.path,
+            oid=source.blob_oid,
+            chunks=[
+                Chunk(row.ordinal, row.start_line, row.end_line, row.text)
+                for row in sorted(source.rows.all(), key=lambda row: row.ordinal)
+            ],
+            skipped_reason=source.skipped_reason,
+        )
+        for source in sources
+    ]
+    return write_versions(place, files)
+
+
+def delete_files(repository_id: int, file_ids: Sequence[int]) -> int:
+    """Files gone from the tree go at once, in every generation. Returns how many rows went."""
+    gone = 0
+    for start in range(0, len(file_ids), _CHUNK):
+        some = file_ids[start : start + _CHUNK]
+        with transaction.atomic():
+            gone += _delete_versions(FileVersion.objects.filter(file__in=some))
+            SourceFile.objects.filter(pk__in=some).delete()
+            _touch(repository_id)
+    return gone
+
+
+def delete_versions(repository_id: int, version_ids: Sequence[int]) -> None:
+    """Drops versions that are obsolete before they went live."""
+    for start in range(0, len(version_ids), _CHUNK):
+        with transaction.atomic():
+            _delete_versions(FileVersion.objects.filter(pk__in=version_ids[start : start + _CHUNK], is_live=False))
+
+
+def promote_generation(repository: Repository, generation_id: int) -> bool:
+    """Search moves to the generation once it is complete for the repository, and the rows of older ones go.
+
+    Until then search answers from the older generation: never from both, never from nothing.
+    """
+    with transaction.atomic():
+        if FileVersion.objects.filter(file__repository=repository, generation=generation_id, is_live=False).exists():
+            return False
+        Repository.objects.filter(pk=repository.pk).update(live_generation=generation_id)
+        older = FileVersion.objects.filter(file__repository=repository).exclude(generation=generation_id)
+        _delete_versions(older)
+        _touch(repository.pk)
+    return True
+
+
+def _file_ids(place: Place, paths: Sequence[str]) -> dict[str, int]:
+    SourceFile.objects.bulk_create(
+        [SourceFile(repository_id=place.repository_id, path=path) for path in paths],
+        ignore_conflicts=True,
+        batch_size=_CHUNK,
+    )
+    found: dict[str, int] = {}
+    for start in range(0, len(paths), _CHUNK):
+        some = SourceFile.objects.filter(repository=place.repository_id, path__in=paths[start : start + _CHUNK])
+        found.update(some.values_list("path", "pk"))
+    return found
+
+
+def _version(place: Place, read: ReadFile, file_id: int) -> FileVersion:
+    return FileVersion(
+        file_id=file_id,
+        generation_id=place.generation_id,
+        blob_oid=read.oid,
+        rules=place.rules,
+        row_count=len(read.chunks),
+        skipped_reason=read.skipped_reason,
+    )
+
+
+def _row(
+    place: Place, version: FileVersion, chunk: Chunk, hash_: bytes, known: dict[bytes, np.ndarray]
+) -> KnowledgeRow:
+    return KnowledgeRow(
+        tenant_id=place.tenant_id,
+        repository_id=place.repository_id,
+        generation_id=place.generation_id,
+        version=version,
+        ordinal=chunk.ordinal,
+        start_line=chunk.start_line,
+        end_line=chunk.end_line,
+        text=chunk.text,
+        text_hash=hash_,
+        vector=known.get(hash_),
+    )
+
+
+def _publish_complete(repository_id: int, version_ids: Sequence[int]) -> None:
+    """Makes those of the versions live that have nothing pending. The caller has the versions locked, or just made them."""
+    pending_rows = KnowledgeRow.objects.filter(PENDING, version=OuterRef("pk"))
+    complete = list(
+        FileVersion.objects.filter(~Exists(pending_rows), pk__in=version_ids, is_live=False, row_count__isnull=False)
+    )
+    if not complete:
+        return
+    for generation_id in {version.generation_id for version in complete}:
+        files = [version.file_id for version in complete if version.generation_id == generation_id]
+        _delete_versions(FileVersion.objects.filter(is_live=True, generation=generation_id, file__in=files))
+    FileVersion.objects.filter(pk__in=[version.pk for version in complete]).update(is_live=True)
+    _touch(repository_id)
+
+
+def _delete_versions(versions: QuerySet[FileVersion]) -> int:
+    """Rows first: they have no dependents, so that one statement takes them all. Returns how many rows went."""
+    version_ids = list(versions.values_list("pk", flat=True))
+    gone = 0
+    for start in range(0, len(version_ids), _CHUNK):
+        some = version_ids[start : start + _CHUNK]
+        gone += KnowledgeRow.objects.filter(version__in=some).delete()[0]
+        FileVersion.objects.filter(pk__in=some).delete()
+    return gone
+
+
+def _touch(repository_id: int) -> None:
+    """What search may have cached of this repository is stale."""
+    Repository.objects.filter(pk=repository_id).update(knowledge_revision=F("knowledge_revision") + 1)
+
+
+# --- vectors --------------------------------------------------------------------------------------------------------
+def known_vectors(tenant_id: int, generation_id: int, hashes: Iterable[bytes]) -> dict[bytes, np.ndarray]:
+    """Vectors that this tenant already has for these texts in this generation."""
+    wanted = list(set(hashes))
+    known: dict[bytes, np.ndarray] = {}
+    for start in range(0, len(wanted), _CHUNK):
+        rows = KnowledgeRow.objects.filter(
+            tenant=tenant_id,
+            generation=generation_id,
+            text_hash__in=wanted[start : start + _CHUNK],
+            vector__isnull=False,
+        )
+        known.update((bytes(hash_), vector) for hash_, vector in rows.values_list("text_hash", "vector"))
+    return known
+
+
+def write_vectors(repository_id: int, rows: Sequence[tuple[int, np.ndarray]]) -> int:
+    """Gives rows their vectors and publishes the versions that this completes; inside the caller's transaction.
+
+    Returns how many rows took one: a row that has gone, or has a vector already, takes none.
+    """
+    row_ids = [row_id for row_id, _ in rows]
+    versions = _locked_versions(row_ids)
+    taken = _update_vectors(rows)
+    _publish_complete(repository_id, versions)
+    if FileVersion.objects.filter(pk__in=versions, is_live=True).exists():
+        _touch(repository_id)
+    return taken
+
+
+def mark_undeliverable(repository_id: int, row_ids: Sequence[int], reason: str) -> None:
+    """Rows whose text the provider refuses for good: listed with the reason, their version may go live without them."""
+    versions = _locked_versions(row_ids)
+    KnowledgeRow.objects.filter(PENDING, pk__in=row_ids).update(undeliverable_reason=reason[:500] or "refused")
+    _publish_complete(repository_id, versions)
+
+
+def retry_undeliverable(repository: Repository) -> int:
+    """Makes the repository's undeliverable rows pending again, for the next sweep. Returns how many.
+
+    Their versions stay live meanwhile: the next sweep embeds the rows where they stand.
+    """
+    rows = KnowledgeRow.objects.filter(repository=repository, vector=None).exclude(undeliverable_reason="")
+    return rows.update(undeliverable_reason="", task=None)
+
+
+def learn_dimensions(generation_id: int, found: int) -> None:
+    """The first reply decides a generation's dimensions; raises DimensionMismatch where a later one differs."""
+    EmbeddingGeneration.objects.filter(pk=generation_id, dimensions=None).update(dimensions=found)
+    settled = EmbeddingGeneration.objects.values_list("dimensions", flat=True).get(pk=generation_id)
+    if settled != found:
+        raise DimensionMismatch(f"the reply has {found} dimensions, this generation has {settled}")
+
+
+def _locked_versions(row_ids: Sequence[int]) -> list[int]:
+    """Locks the rows' versions in the order of their ids: two batches of one file see each other's vectors."""
+    version_ids = KnowledgeRow.objects.filter(pk__in=row_ids).values("version")
+    versions = FileVersion.objects.filter(pk__in=version_ids).order_by("pk")
+    if connection.vendor == "postgresql":
+        versions = versions.select_for_update(no_key=True)
+    return list(versions.values_list("pk", flat=True))
+
+
+def _update_vectors(rows: Sequence[tuple[int, np.ndarray]]) -> int:
+    with connection.cursor() as cursor:
+        cursor.executemany(
+            "UPDATE embeddings_knowledgerow SET vector = %s WHERE id = %s AND vector IS NULL",
+            [(database_value(vector, connection), row_id) for row_id, vector in rows],
+        )
+        return int(cursor.rowcount)

@@ -1,0 +1,71 @@
+"""Ask for a text's cuts, in processes that can be lost (docs/architecture.md, Sweep)."""
+
+import atexit
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from embeddings.knowledge import grammars
+
+_MAX_CHARACTERS = 4_000_000
+_MAX_IDLE = 2
+
+
+def cuts(path: str, text: str, capacity: int) -> list[int]:
+    """Offsets (characters) at which syntax would part the text into at most `capacity` characters each.
+
+    Empty where nothing is known: the text cost more CPU time than it is worth, or no process could be started.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        return []
+    try:
+        process = _idle.pop() if _idle else _Process()
+    except (IndexError, OSError):
+        return []
+    offsets = process.ask(grammars.grammar_of(path), text, capacity)
+    if offsets is None or len(_idle) >= _MAX_IDLE:
+        process.close()
+    else:
+        _idle.append(process)
+    return offsets or []
+
+
+class _Process:
+    """One parser process. It ends with its input, so that it cannot outlive whoever started it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(grammars.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def ask(self, grammar: str, text: str, capacity: int) -> list[int] | None:
+        """The offsets, or None if the process died of the question."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        body = text.encode("utf-8")
+        header = json.dumps({"grammar": grammar, "capacity": capacity, "bytes": len(body)})
+        try:
+            self._process.stdin.write(header.encode() + b"\n" + body)
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            return None
+        return json.loads(answer) if answer.endswith(b"\n") else None
+
+    def close(self) -> None:
+        """Kill and reap."""
+        self._process.kill()
+        self._process.communicate()
+
+
+_idle: list[_Process] = []
+
+
+@atexit.register
+def _close_idle() -> None:
+    while _idle:
+        _idle.pop().close()
