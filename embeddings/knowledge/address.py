@@ -123,5 +123,8 @@ def _git_directory(worktree: Path) -> Path:
     dot_git = worktree / ".git"
     if not dot_git.is_file():
         return dot_git if dot_git.exists() else worktree
-    pointer = dot_git.read_bytes()[:4096].decode("utf-8", "surrogateescape")
+    try:
+        pointer = os.fsdecode(dot_git.read_bytes()[:4096])
+    except OSError:
+        raise SourceRefused("the repository's .git file cannot be read") from None
     return worktree / pointer.removeprefix("gitdir:").strip()

@@ -48,6 +48,8 @@ def chunk(path: str, text: str, limits: ChunkLimits) -> list[Chunk]:
 
     The path only names the grammar. A text that its grammar cannot parse in reasonable time is cut by its lines.
     """
+    if not text or text.isspace():
+        return []
     file = _File(text, limits)
     if file.fits(0, file.line_count):
         spans = [(0, file.line_count)]

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, ClassVar, cast
 
 _CONFIGURATION = Path(__file__).with_name("gitconfig")
 _PASSED_ON = (
@@ -26,6 +27,7 @@ _PASSED_ON = (
     "no_proxy",
 )
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
+_MAX_OUTPUT_BYTES = 1 << 29
 _MAX_ERROR_BYTES = 8_192
 _MAX_MESSAGE = 400
 _POLL_SECONDS = 0.1
@@ -105,19 +107,25 @@ class Git:
         process = start(arguments, stdin=subprocess.DEVNULL, inherit=self.inherit)
         try:
             output, errors = self._collect(process)
-            status = process.wait()
+            status = self._status(process)
         finally:
             end(process)
         if status:
             raise GitFailed(scrub(errors))
         return output
 
+    def _status(self, process: subprocess.Popen[bytes]) -> int:
+        while True:
+            try:
+                return process.wait(_POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.check()
+
     def _collect(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-        assert process.stdout is not None and process.stderr is not None
         output, errors = bytearray(), bytearray()
         with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ, output)
-            selector.register(process.stderr, selectors.EVENT_READ, errors)
+            selector.register(cast(IO[bytes], process.stdout), selectors.EVENT_READ, output)
+            selector.register(cast(IO[bytes], process.stderr), selectors.EVENT_READ, errors)
             while selector.get_map():
                 self.check()
                 for key, _ in selector.select(_POLL_SECONDS):
@@ -125,6 +133,8 @@ class Git:
                     if not piece:
                         selector.unregister(key.fileobj)
                     key.data.extend(piece)
+                if len(output) > _MAX_OUTPUT_BYTES:
+                    raise GitFailed("git's answer has no end")
                 del errors[:-_MAX_ERROR_BYTES]
         return bytes(output), bytes(errors)
 
@@ -132,26 +142,27 @@ class Git:
 def start(
     arguments: Sequence[str], *, stdin: int, inherit: tuple[int, ...] = (), stderr: int = subprocess.PIPE
 ) -> subprocess.Popen[bytes]:
-    """A git process that leads its own group, with the configuration above and nothing else from outside."""
-    return subprocess.Popen(
-        ["git", *arguments],
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        env=_environment(),
-        start_new_session=True,
-        pass_fds=inherit,
-    )
+    """A git process that leads its own group, told only what stands in `gitconfig`. Raises SourceUnreachable."""
+    try:
+        return subprocess.Popen(
+            ["git", *arguments],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=_environment(),
+            start_new_session=True,
+            pass_fds=inherit,
+        )
+    except OSError as error:
+        raise SourceUnreachable(f"git cannot be started: {error.strerror}") from error
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left of the process's group, reap it and close its pipes."""
-    try:
-        # Also after the leader has gone: a child of git may outlive it. The group cannot be another's before the reaping.
-        if process.returncode is None:
+    # Once it is reaped, its number may be another's.
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
         _close(pipe)
@@ -186,10 +197,7 @@ def _environment() -> dict[str, str]:
 
 
 def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is None:
-        return
-    try:
-        pipe.close()
-    except BrokenPipeError:
-        # Closing flushes what the dead process never read.
-        pass
+    # Closing flushes what the dead process never read.
+    with suppress(BrokenPipeError):
+        if pipe is not None:
+            pipe.close()

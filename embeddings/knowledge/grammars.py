@@ -41,7 +41,13 @@ _BY_SUFFIX = {
     MARKDOWN: "md markdown mdx mdown",
 }
 _GRAMMAR_OF_SUFFIX = {f".{suffix}": grammar for grammar, suffixes in _BY_SUFFIX.items() for suffix in suffixes.split()}
-_GRAMMAR_OF_NAME = {"Rakefile": "ruby", "Gemfile": "ruby", "Cargo.lock": "toml", "poetry.lock": "toml", "Pipfile": "toml"}
+_GRAMMAR_OF_NAME = {
+    "Rakefile": "ruby",
+    "Gemfile": "ruby",
+    "Cargo.lock": "toml",
+    "poetry.lock": "toml",
+    "Pipfile": "toml",
+}
 
 # About ten times what well-formed text costs.
 _CPU_SECONDS = 0.25

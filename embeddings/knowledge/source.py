@@ -5,14 +5,13 @@ import fcntl
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, cast
 
 from pathspec import GitIgnoreSpec
 
@@ -182,7 +181,9 @@ class GitMirror:
         try:
             return self._fetch(git, advertised, "--depth=1", f"+{advertised.name}:{_HEAD}")
         except GitFailed:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            # Asked again, so that a line that broke in between does not cost the mirror.
+            advertised = self._resolve(git)
+        shutil.rmtree(self._directory, ignore_errors=True)
         try:
             # Without --depth for servers that cannot, and all branches for those that name no commit on demand.
             return self._fetch(git, advertised, "--update-shallow", *self._everything(advertised))
@@ -211,19 +212,16 @@ class GitMirror:
             raise RevisionMissing(f"the source has no commit {commit!r}") from None
 
     def _prepare(self, git: Git, oid_length: int) -> None:
-        """An empty mirror where there is none; in an old one, no lock files of processes that were killed."""
+        """An empty mirror where there is none; in an old one, nothing left of processes that were killed."""
         if (self._directory / "HEAD").is_file():
-            for leftover in self._directory.rglob("*.lock"):
-                leftover.unlink(missing_ok=True)
+            _remove_leftovers(self._directory)
             return
-        shutil.rmtree(self._directory, ignore_errors=True)
-        scratch = tempfile.mkdtemp(prefix=f"{self._directory.name}.", dir=self._directory.parent)
-        try:
-            object_format = "sha256" if oid_length == 64 else "sha1"
-            git.run("init", "--quiet", "--bare", "--template=", f"--object-format={object_format}", "--", scratch)
-            os.rename(scratch, self._directory)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        scratch = self._directory.with_name(f"{self._directory.name}.new")
+        for half_made in (scratch, self._directory):
+            shutil.rmtree(half_made, ignore_errors=True)
+        object_format = "sha256" if oid_length == 64 else "sha1"
+        git.run("init", "--quiet", "--bare", "--template=", f"--object-format={object_format}", "--", str(scratch))
+        scratch.rename(self._directory)
 
     def _fetched(self, git: Git) -> str:
         arguments = ("-C", str(self._directory), "rev-parse", "--verify", "--quiet", "--end-of-options")
@@ -231,16 +229,16 @@ class GitMirror:
 
     def _snapshot(self, git: Git, commit: str) -> Snapshot:
         listing = git.run("-C", str(self._directory), "ls-tree", "-r", "-z", "-l", "--full-tree", commit)
-        return Snapshot(commit, tuple(_entries(listing)))
+        return Snapshot(commit, tuple(_entries(listing).values()))
 
     def _read_blob(self, process: subprocess.Popen[bytes], oid: str) -> bytes:
-        assert process.stdin is not None and process.stdout is not None
+        requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         try:
-            process.stdin.write(f"{oid}\n".encode())
-            process.stdin.flush()
-            header = process.stdout.readline().split()
+            requests.write(f"{oid}\n".encode())
+            requests.flush()
+            header = answers.readline().split()
             if len(header) == 3 and header[1] == b"blob":
-                content = process.stdout.read(int(header[2]) + 1)
+                content = answers.read(int(header[2]) + 1)
                 if len(content) == int(header[2]) + 1:
                     return content[:-1]
         except BrokenPipeError:
@@ -311,14 +309,28 @@ def _candidates(ref: str) -> tuple[str, ...]:
     return (f"refs/heads/{ref}", f"refs/tags/{ref}", f"refs/tags/{ref}^{{}}")
 
 
-def _entries(listing: bytes) -> Iterator[TreeEntry]:
+def _remove_leftovers(directory: Path) -> None:
+    # A lock file would refuse every later fetch, and each half-fetched pack would stay for good.
+    for pattern in ("*.lock", "tmp_*"):
+        for leftover in list(directory.rglob(pattern)):
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
+
+
+def _entries(listing: bytes) -> dict[str, TreeEntry]:
+    """Entries by path; should an escaped name (see `_path`) equal another file's, the first in git's order stays."""
+    entries: dict[str, TreeEntry] = {}
     for record in listing.split(b"\0"):
         if not record:
             continue
         facts, _, path = record.partition(b"\t")
         mode, _type, oid, size = facts.split()
         kind: Kind = "submodule" if mode == b"160000" else "symlink" if mode == b"120000" else "file"
-        yield TreeEntry(_path(path), oid.decode("ascii"), 0 if size == b"-" else int(size), kind)
+        entry = TreeEntry(_path(path), oid.decode("ascii"), 0 if size == b"-" else int(size), kind)
+        entries.setdefault(entry.path, entry)
+    return entries
 
 
 def _path(path: bytes) -> str:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, cast
 
 from embeddings.knowledge import grammars
 
@@ -15,9 +16,10 @@ _MAX_IDLE = 2
 def cuts(path: str, text: str, capacity: int) -> list[int]:
     """Offsets (characters) at which syntax would part the text into at most `capacity` characters each.
 
-    Empty where nothing is known: the text cost more CPU time than it is worth, or no process could be started.
+    Empty where nothing is known: the text cost more CPU time than it is worth, its lines are longer than parts may be
+    (minified code), or no process could be started.
     """
-    if len(text) > _MAX_CHARACTERS:
+    if len(text) > _MAX_CHARACTERS or text.count("\n") * capacity < len(text):
         return []
     try:
         process = _idle.pop() if _idle else _Process()
@@ -45,13 +47,13 @@ class _Process:
 
     def ask(self, grammar: str, text: str, capacity: int) -> list[int] | None:
         """The offsets, or None if the process died of the question."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        requests, answers = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         body = text.encode("utf-8")
         header = json.dumps({"grammar": grammar, "capacity": capacity, "bytes": len(body)})
         try:
-            self._process.stdin.write(header.encode() + b"\n" + body)
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            requests.write(header.encode() + b"\n" + body)
+            requests.flush()
+            answer = answers.readline()
         except BrokenPipeError:
             return None
         return json.loads(answer) if answer.endswith(b"\n") else None

