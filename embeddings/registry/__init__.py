@@ -4,7 +4,13 @@ The commands, the admin and the endpoints parse, call one of these, and render.
 """
 
 from embeddings.registry.keys import KeyScope, allows, authenticate, find_key, issue_key, revoke_key
-from embeddings.registry.names import find_provider, find_repository, find_tenant, select_repositories
+from embeddings.registry.names import (
+    find_provider,
+    find_repository,
+    find_tenant,
+    match_repositories,
+    select_repositories,
+)
 from embeddings.registry.providers import ProviderChange, pause_provider, resume_provider, save_provider, set_provider
 from embeddings.registry.repositories import (
     RepositoryChange,
@@ -33,6 +39,7 @@ __all__ = [
     "find_repository",
     "find_tenant",
     "issue_key",
+    "match_repositories",
     "pause_provider",
     "remove_repository",
     "remove_tenant",

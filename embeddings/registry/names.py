@@ -46,15 +46,26 @@ def select_repositories(tenants: Sequence[str] = (), repositories: Sequence[str]
     Only enabled repositories of active tenants with an embedding provider. Raises UsageError where a name is unknown,
     where a repository that is asked for by name cannot be swept, and where nothing is left.
     """
-    named = [_named_repository(name) for name in dict.fromkeys(repositories)]
-    for repository in named:
-        _check_sweepable(repository)
-    wanted = Q(pk__in=[repository.pk for repository in named]) | Q(tenant__in=[find_tenant(slug) for slug in tenants])
-    candidates = present_repositories().filter(wanted if tenants or repositories else Q())
-    chosen = list(candidates.filter(_SWEEPABLE).order_by("tenant__slug", "slug"))
+    for name in dict.fromkeys(repositories):
+        _check_sweepable(_named_repository(name))
+    candidates = match_repositories(tenants, repositories)
+    chosen = list(candidates.filter(_SWEEPABLE))
     if not chosen:
         raise _nothing_to_sweep(candidates)
     return chosen
+
+
+def match_repositories(tenants: Sequence[str] = (), repositories: Sequence[str] = ()) -> QuerySet[Repository]:
+    """Repositories that are not removed, of `tenants` by slug and `repositories` as `tenant/slug`; both empty for all.
+
+    Raises UsageError where a name is unknown.
+    """
+    found = present_repositories().order_by("tenant__slug", "slug")
+    if not tenants and not repositories:
+        return found
+    named = [_named_repository(name).pk for name in dict.fromkeys(repositories)]
+    owners = [find_tenant(slug).pk for slug in dict.fromkeys(tenants)]
+    return found.filter(Q(pk__in=named) | Q(tenant__in=owners))
 
 
 def present_repositories() -> QuerySet[Repository]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from django.core.exceptions import ValidationError
 from django.db import models, transaction
 
+from embeddings import doorbell
 from embeddings.errors import UsageError
 from embeddings.models import Provider
 from embeddings.registry.rules import clean_provider, one_line
@@ -83,7 +84,10 @@ def pause_provider(provider: Provider) -> bool:
 
 def resume_provider(provider: Provider) -> bool:
     """Dispatch goes on where it was paused. Whether this changed anything."""
-    return bool(Provider.objects.filter(pk=provider.pk, is_paused=True).update(is_paused=False))
+    resumed = Provider.objects.filter(pk=provider.pk, is_paused=True).update(is_paused=False)
+    if resumed:
+        doorbell.ring(doorbell.DRAIN, provider.pk)
+    return bool(resumed)
 
 
 def _whole_number(name: str, field: str, value: object) -> object:

@@ -82,6 +82,7 @@ def remove_repository(repository: Repository) -> bool:
 
     Whether this changed anything.
     """
+    # Imported here because it brings a provider's SDK along, which takes a second that few of these verbs need.
     from embeddings import sweep
 
     removed = Repository.objects.filter(pk=repository.pk, removed_at=None).update(removed_at=timezone.now())

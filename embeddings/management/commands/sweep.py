@@ -1,0 +1,83 @@
+"""`manage.py sweep`: brings repositories up to date, and follows until they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from embeddings import registry, run_facts, sweep
+from embeddings.management.base import INTERRUPTED, SluicegateCommand, add_json, positive_number
+from embeddings.management.following import following
+from embeddings.management.run_tables import outcome_table
+from embeddings.models import TenantRun
+from embeddings.states import RunTrigger
+
+
+class Command(SluicegateCommand):
+    help = (
+        "Brings repositories up to date: reads what changed, embeds it, and prints one outcome for each repository. "
+        "Does the work itself where no worker does. Ctrl-C cancels the runs it started; what was embedded by then is "
+        "kept, and the next sweep goes on from there. A second Ctrl-C leaves at once. Exit status: 1 if any outcome "
+        "failed or was interrupted; else 3 if any was deferred, skipped or cancelled; else 0; 2 for usage or "
+        "configuration; 130 after Ctrl-C."
+    )
+    examples = "sweep\nsweep --tenant acme\nsweep --repository acme/docs --repository acme/app --json\nsweep --detach"
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--tenant", action="append", default=[], help="all repositories of this tenant; repeatable")
+        parser.add_argument(
+            "--repository", action="append", default=[], metavar="TENANT/SLUG", help="this repository; repeatable"
+        )
+        parser.add_argument(
+            "--concurrency", type=positive_number, metavar="N", help="repositories at work at once (SWEEP_CONCURRENCY)"
+        )
+        parser.add_argument("--detach", action="store_true", help="start the runs for the workers and return at once")
+        add_json(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        repositories = registry.select_repositories(options["tenant"], options["repository"])
+        runs = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=options["concurrency"])
+        if options["detach"]:
+            self._say_started(runs, as_json=options["json"])
+            return
+        was_interrupted = self._follow(runs)
+        reports = [sweep.report(run) for run in runs]
+        self._say_ended(runs, reports, as_json=options["json"])
+        status = run_facts.exit_status(outcome["status"] for report in reports for outcome in report["outcomes"])
+        if was_interrupted or status:
+            sys.exit(INTERRUPTED if was_interrupted else status)
+
+    def _follow(self, runs: list[TenantRun]) -> bool:
+        """Follows the runs to their end; says whether that was Ctrl-C."""
+        with following(self.stderr) as follower:
+            try:
+                sweep.follow(runs, follower)
+            except KeyboardInterrupt:
+                self.note("Cancelling; what is embedded is kept. Ctrl-C again leaves at once.")
+                for run in runs:
+                    sweep.request_cancel(run)
+                return True
+            finally:
+                follower.look(runs)
+        return False
+
+    def _say_started(self, runs: list[TenantRun], *, as_json: bool) -> None:
+        if as_json:
+            self.print_json({"runs": [sweep.report(run) for run in runs]})
+            return
+        for run in runs:
+            short = run_facts.short_id(run)
+            self.stdout.write(
+                f"Run {short} started on provider {run.provider}: `manage.py runs show {short}` shows it."
+            )
+
+    def _say_ended(self, runs: list[TenantRun], reports: list[dict[str, Any]], *, as_json: bool) -> None:
+        if as_json:
+            self.print_json({"runs": reports})
+            return
+        self.print_table(outcome_table([outcome for report in reports for outcome in report["outcomes"]]))
+        for run in runs:
+            if story := run_facts.circuit_story(run):
+                self.note(story)

@@ -1,0 +1,79 @@
+"""Runs and outcomes as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from embeddings.management.rendering import Table, moment
+from embeddings.models import TenantRun
+from embeddings.run_facts import short_id
+
+_COUNTS = ("files", "rows", "embedded", "reused", "pending", "deleted", "undeliverable")
+
+
+def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
+    """One line for each outcome of `sweep.report`."""
+    return Table(
+        columns=("repository", "outcome", *_COUNTS, "skipped", "calls", "seconds", "reason"),
+        rows=[
+            (
+                f"{one['tenant']}/{one['repository']}",
+                one["status"],
+                *(str(one[count]) for count in _COUNTS),
+                str(sum(one["skipped"].values())),
+                str(one["provider_calls"]),
+                "-" if one["seconds"] is None else f"{one['seconds']:.1f}",
+                _reason(one),
+            )
+            for one in outcomes
+        ],
+        numbers=frozenset({*_COUNTS, "skipped", "calls", "seconds"}),
+        empty="This run has no outcome.",
+    )
+
+
+def run_table(runs: Sequence[Any]) -> Table:
+    """One line for each of `run_facts.runs()`."""
+    return Table(
+        columns=(
+            "run",
+            "provider",
+            "status",
+            "circuit",
+            "repositories",
+            "spared",
+            "failed",
+            "trigger",
+            "created",
+            "ended",
+        ),
+        rows=[
+            (
+                short_id(run),
+                run.provider.name,
+                _status(run),
+                run.circuit.state,
+                str(run.outcome_count),
+                str(run.spared_count),
+                str(run.failed_count),
+                run.trigger,
+                moment(run.created_at),
+                moment(run.finished_at) or "-",
+            )
+            for run in runs
+        ],
+        numbers=frozenset({"repositories", "spared", "failed"}),
+        empty="No run yet. Start one: manage.py sweep",
+    )
+
+
+def _status(run: TenantRun) -> str:
+    if run.cancel_requested_at and run.finished_at is None:
+        return "cancelling"
+    return run.status
+
+
+def _reason(outcome: dict[str, Any]) -> str:
+    codes = [outcome["error_code"], outcome["source_error_code"]]
+    return " < ".join(code for code in codes if code)
