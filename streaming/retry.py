@@ -64,6 +64,9 @@ class RetryClassification:
     retry_after_ms: int | None = None
 
 
+NOTHING_TO_RETRY = RetryClassification(RetryKind.NONE, retryable=False)
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """How many retries in all, and how long before each, in milliseconds."""
@@ -173,13 +176,22 @@ def transport_code_of(error: BaseException) -> str | None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, its cause, that one's cause, and so on; each once, though the chain be a cycle."""
+    """The error, its cause, that one's cause, and so on; each once, though the chain be a cycle.
+
+    The members of an exception group are causes of it: a host of several addresses is refused by each.
+    """
     seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen and len(seen) < _LONGEST_CAUSE_CHAIN:
+    waiting = [error]
+    while waiting and len(seen) < _LONGEST_CAUSE_CHAIN:
+        cause = waiting.pop()
+        if id(cause) in seen:
+            continue
         seen.add(id(cause))
         yield cause
-        cause = cause.__cause__
+        if isinstance(cause, BaseExceptionGroup):
+            waiting.extend(reversed(cause.exceptions))
+        if cause.__cause__ is not None:
+            waiting.append(cause.__cause__)
 
 
 def _status_of(error: BaseException) -> int | None:

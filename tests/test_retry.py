@@ -55,6 +55,7 @@ def coded(code, error=None):
     return error
 
 
+EVERY_ADDRESS = ExceptionGroup("", [OSError(), ConnectionRefusedError(errno.ECONNREFUSED, "")])
 CLASSIFIED = [
     # error, kind, retryable, transport code
     (StreamCancelledError(), "abort", False, None),
@@ -71,6 +72,7 @@ CLASSIFIED = [
     (BrokenPipeError(errno.EPIPE, "pipe"), "transport", True, "EPIPE"),
     (caused(Exception(), Exception(), ConnectionResetError(errno.ECONNRESET, "")), "transport", True, "ECONNRESET"),
     (caused(Exception(), coded("ESOCKETTIMEDOUT")), "transport", True, "ESOCKETTIMEDOUT"),
+    (caused(OSError("all of them"), EVERY_ADDRESS), "transport", True, "ECONNREFUSED"),
     (coded("EHOSTUNREACH"), "none", False, None),
     (coded("etimedout"), "none", False, None),
     (coded("ETIMEDOUT "), "none", False, None),

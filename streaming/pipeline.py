@@ -1,0 +1,327 @@
+"""One attempt of a chat turn: open the request, check that the reply is a stream, guard it (docs/architecture.md, Chat).
+
+    async with open_attempt(config, request, is_cancelled=..., label="turn=... attempt=1") as attempt:
+        async for delta in attempt:     # ChatDelta; only what counts as delivered
+            ...
+    attempt.result                      # AttemptResult: how it ended, whatever it was
+
+Nothing that the provider or the network does is raised: it is in the result, typed and classified. What is raised is a
+cancellation of the task (the result then says `cancelled` or `interrupted`) and an error of our own. The socket is free
+once the block is left, however it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, cast
+from weakref import WeakKeyDictionary
+
+import httpx2
+import openai
+
+from embeddings.providers.base import NO_KEY, scrubbed
+from streaming.attempt import AttemptResult, ProviderConfig
+from streaming.chunks import ChatDelta, ChunkReader
+from streaming.errors import (
+    ChatStreamError,
+    ProtocolError,
+    ProviderStatusError,
+    StreamCancelledError,
+    TransportError,
+)
+from streaming.retry import NOTHING_TO_RETRY, classify_retry_error, end_of
+from streaming.sse_decoder import SseDecodeError, SseDecoder
+from streaming.stream_clock import StreamClock
+from streaming.transport import http_client, read_prefix, retry_after_ms, shut_down, typed_transport_error
+from streaming.watchdog import CLEANUP_S, StreamGuard, close_within
+
+__all__ = ["AttemptResult", "ChatAttempt", "ChatDelta", "ProviderConfig", "close_clients", "open_attempt"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX_BYTES = 200
+PREFIX_S = 0.5
+# What the pipeline says itself; the rest of a request passes through as it is.
+_OWN_FIELDS = frozenset({"model", "messages", "stream", "stream_options"})
+
+
+def open_attempt(
+    config: ProviderConfig,
+    request: Mapping[str, Any],
+    *,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    label: str = "chat attempt",
+) -> ChatAttempt:
+    """An attempt at `request`, an OpenAI chat completion request; always streamed, with its usage asked for.
+
+    `is_cancelled` says whether the user has cancelled by now: it names an end, and does not bring one about (cancel the
+    task for that). `label` leads the log lines.
+    """
+    return ChatAttempt(config, request, is_cancelled, label)
+
+
+class ChatAttempt:
+    """An async context manager and an async iterator of ChatDelta; use it once, by `open_attempt`."""
+
+    def __init__(
+        self, config: ProviderConfig, request: Mapping[str, Any], is_cancelled: Callable[[], bool], label: str
+    ) -> None:
+        self._config = config
+        self._request = request
+        self._is_cancelled = is_cancelled
+        self._label = label
+        self._clock = StreamClock(config.budgets)
+        self._guard = StreamGuard(self._clock, self._abort, is_cancelled)
+        self._decoder = SseDecoder()
+        self._reader = ChunkReader(_choices_wanted(request), self._scrub)
+        self._response: httpx2.Response | None = None
+        self._started_at = datetime.now(UTC)
+        self._first_content_at: datetime | None = None
+        self._error: BaseException | None = None
+        self._result: AttemptResult | None = None
+        self._deltas = self._run()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._deltas.aclose()
+
+    def __aiter__(self) -> AsyncIterator[ChatDelta]:
+        return self._deltas
+
+    @property
+    def result(self) -> AttemptResult:
+        """How it ended; RuntimeError while it has not."""
+        if self._result is None:
+            raise RuntimeError("the attempt has not ended")
+        return self._result
+
+    def quiet_ms(self) -> int:
+        """For how long upstream has sent no chunk, to tell a reader of; call it on the attempt's loop."""
+        return self._clock.quiet_ms(asyncio.get_running_loop().time())
+
+    async def _run(self) -> AsyncGenerator[ChatDelta, None]:
+        logger.info("%s starts: model=%s %s", self._label, self._config.model, self._config.budgets.describe())
+        parameters = self._parameters()
+        client = _acquire(self._config)
+        call = client.sdk.chat.completions.with_streaming_response.create(**parameters)
+        try:
+            async with aclosing(self._guarded(call)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except (asyncio.CancelledError, GeneratorExit) as error:
+            self._error = StreamCancelledError() if self._is_cancelled() else asyncio.CancelledError(*error.args)
+            raise
+        except Exception as error:
+            self._error = self._typed(error)
+            if not isinstance(self._error, ChatStreamError):
+                raise
+        finally:
+            self._guard.stop()
+            await close_within(partial(call.__aexit__, None, None, None), CLEANUP_S)
+            await _release(client)
+            self._conclude()
+
+    async def _guarded(self, call: Any) -> AsyncGenerator[ChatDelta, None]:
+        """The deltas of the reply. Raises whatever ended it, if that was not its end."""
+        response = await self._guard.wait(call.__aenter__())
+        self._response = http = response.http_response
+        await self._check_is_stream(http)
+        self._clock.headers_arrived()
+        body = http.aiter_bytes() if http.headers.get("content-encoding") else http.aiter_raw()
+        async with aclosing(self._guard.watch(body, self._note_packet)) as packets:
+            async for packet in packets:
+                for delta in self._read(packet):
+                    yield delta
+        for delta in self._read_rest():
+            yield delta
+        truncation = self._reader.truncation(lenient=self._config.lenient)
+        if truncation is not None:
+            raise truncation
+
+    async def _check_is_stream(self, http: httpx2.Response) -> None:
+        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type == "text/event-stream":
+            return
+        prefix = b""
+        try:
+            async with asyncio.timeout(PREFIX_S):
+                prefix = await read_prefix(http, PREFIX_BYTES)
+        except (TimeoutError, httpx2.HTTPError):
+            pass  # What it is not, we know already.
+        said = self._scrub(prefix.decode("utf-8", "replace"))
+        raise ProtocolError(
+            "not_an_event_stream",
+            f"the provider answered {http.status_code} with {self._scrub(content_type) or 'no content type'}"
+            f" instead of an event stream: {said}",
+        )
+
+    def _note_packet(self, packet: bytes) -> None:
+        self._clock.bytes_arrived(len(packet))
+
+    def _read(self, packet: bytes) -> Iterator[ChatDelta]:
+        if self._reader.is_done:
+            return
+        reader = self._reader
+        for event in self._decoder.feed(packet):
+            deltas = reader.read(event)
+            if deltas is not None:
+                yield from self._progress(deltas)
+            elif reader.is_done:
+                self._clock.done()
+                return
+
+    def _read_rest(self) -> Iterator[ChatDelta]:
+        """The stream has ended: what stands in an event that its blank line never completed."""
+        incomplete = None if self._reader.is_done else self._decoder.finish()
+        if incomplete is not None:
+            yield from self._progress(self._reader.read_incomplete(incomplete) or [])
+
+    def _progress(self, deltas: list[ChatDelta]) -> list[ChatDelta]:
+        self._clock.chunk_arrived()
+        if deltas:
+            if self._first_content_at is None:
+                self._first_content_at = datetime.now(UTC)
+            self._clock.content_arrived()
+        if self._reader.is_finished:
+            self._clock.finished()
+        return deltas
+
+    def _typed(self, error: Exception) -> BaseException | None:
+        """The error by which the attempt ended; None if everything had been said before it came."""
+        typed: Exception = error
+        if isinstance(error, SseDecodeError):
+            typed = ProtocolError(error.kind, str(error))
+        elif isinstance(error, openai.APIStatusError):
+            typed = self._status_error(error)
+        elif isinstance(error, openai.APIConnectionError | httpx2.HTTPError | httpx2.StreamError | OSError):
+            typed = typed_transport_error(error)
+        if isinstance(typed, ChatStreamError) and self._reader.is_finished:
+            return None
+        if isinstance(typed, TransportError):  # Its classification may look at the causes; no other's should.
+            typed.__cause__ = error
+        return typed
+
+    def _status_error(self, error: openai.APIStatusError) -> ProviderStatusError:
+        body = error.body if isinstance(error.body, dict) else {}
+        message = body.get("message")
+        code = body.get("code") if isinstance(body.get("code"), str) else body.get("type")
+        return ProviderStatusError(
+            error.status_code,
+            self._scrub(message if isinstance(message, str) and message else error.response.text),
+            provider_code=self._scrub(code) if isinstance(code, str) else None,
+            retry_after_ms=retry_after_ms(error.response.headers),
+        )
+
+    def _conclude(self) -> None:
+        end_state, error_kind = end_of(self._error)
+        now, clock, reader = asyncio.get_running_loop().time(), self._clock, self._reader
+        self._result = AttemptResult(
+            end_state=end_state,
+            error_kind=error_kind,
+            error=self._error,
+            classification=NOTHING_TO_RETRY if self._error is None else classify_retry_error(self._error),
+            delivered=reader.delivered,
+            chunks=reader.chunks,
+            bytes=clock.bytes_received,
+            comments=self._decoder.comments,
+            finish_reasons=reader.finish_reasons,
+            usage=reader.usage,
+            started_at=self._started_at,
+            ended_at=datetime.now(UTC),
+            first_content_at=self._first_content_at,
+            first_content_ms=clock.first_content_ms,
+            longest_gap_ms=clock.longest_gap_ms,
+            waited_ms=clock.waited_ms(now),
+        )
+        facts = (self._label, end_state, error_kind or "-", reader.chunks, clock.bytes_received)
+        logger.info("%s ended: state=%s kind=%s chunks=%d bytes=%d", *facts)
+
+    def _parameters(self) -> dict[str, Any]:
+        stream_options = self._request.get("stream_options")
+        return {
+            "model": self._config.model,
+            "messages": self._request["messages"],
+            "stream": True,
+            "stream_options": {**(stream_options if isinstance(stream_options, dict) else {}), "include_usage": True},
+            "extra_body": {name: value for name, value in self._request.items() if name not in _OWN_FIELDS},
+        }
+
+    def _abort(self) -> None:
+        if self._response is not None:
+            shut_down(self._response)
+
+    def _scrub(self, text: str) -> str:
+        return scrubbed(text, self._config.api_key or "")
+
+
+# --- one client for each provider and loop -------------------------------------------------------------------------
+@dataclass
+class _Client:
+    """A client in use by so many attempts; once replaced, the last of them closes it."""
+
+    reached_by: tuple[str, str | None]
+    sdk: openai.AsyncOpenAI
+    users: int = 0
+    is_replaced: bool = False
+
+
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, _Client]] = WeakKeyDictionary()
+
+
+async def close_clients() -> None:
+    """Closes this loop's clients: before the loop goes. Attempts that still run keep theirs until they end."""
+    for client in _clients.pop(asyncio.get_running_loop(), {}).values():
+        client.is_replaced = True
+        await _close_if_unused(client)
+
+
+def _acquire(config: ProviderConfig) -> _Client:
+    clients = _clients.setdefault(asyncio.get_running_loop(), {})
+    client = clients.get(config.provider_id)
+    if client is None or client.reached_by != (config.base_url, config.api_key):
+        if client is not None:
+            client.is_replaced = True
+        client = clients[config.provider_id] = _new_client(config)
+    client.users += 1
+    return client
+
+
+async def _release(client: _Client) -> None:
+    client.users -= 1
+    await _close_if_unused(client)
+
+
+async def _close_if_unused(client: _Client) -> None:
+    if client.is_replaced and client.users == 0:
+        await close_within(client.sdk.close, CLEANUP_S)
+
+
+def _new_client(config: ProviderConfig) -> _Client:
+    sdk = openai.AsyncOpenAI(
+        base_url=config.base_url,
+        # Left without a key, organization or project, the SDK would send the environment's to any address.
+        api_key=config.api_key or NO_KEY,
+        default_headers=cast(
+            Mapping[str, str], {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
+        ),
+        max_retries=0,
+        timeout=None,
+        http_client=http_client(),
+    )
+    return _Client(reached_by=(config.base_url, config.api_key), sdk=sdk)
+
+
+def _choices_wanted(request: Mapping[str, Any]) -> int:
+    wanted = request.get("n")
+    return wanted if type(wanted) is int and wanted > 0 else 1

@@ -1,0 +1,120 @@
+"""The HTTP client under a chat attempt, and what its errors are called (docs/architecture.md, Chat).
+
+No environment, no redirects, no time limits: the watchdog is the one owner of time.
+"""
+
+from __future__ import annotations
+
+import socket as sockets
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx2
+
+from embeddings.timeouts import ETIMEDOUT
+from streaming.errors import ChatStreamError, ProtocolError, TransportError
+from streaming.retry import causes, transport_code_of
+
+ERROR_BODY_MAX_BYTES = 64 * 1024
+_ECONNRESET = "ECONNRESET"
+_KINDS = {"ECONNREFUSED": "connection_refused", ETIMEDOUT: "connection_timeout"}
+
+
+def http_client() -> httpx2.AsyncClient:
+    """A client that sends nothing which its caller did not ask for, and holds little of what an error reply says."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
+    return httpx2.AsyncClient(
+        transport=_BoundedErrors(trust_env=False, limits=limits),
+        trust_env=False,
+        follow_redirects=False,
+        timeout=None,
+        headers={"Accept-Encoding": "identity"},
+    )
+
+
+def typed_transport_error(error: Exception) -> ChatStreamError:
+    """What a connection's failure is called: by its types and error numbers, its causes' included."""
+    chain = list(causes(error))
+    detail = f"the connection failed: {type(chain[-1]).__name__}"
+    code = transport_code_of(error)
+    if _any(chain, httpx2.PoolTimeout):
+        return TransportError("pool_timeout", "our own connection pool had no connection free")
+    if code is not None:
+        return TransportError(_KINDS.get(code, "connection_reset"), detail, transport_code=code)
+    if _any(chain, httpx2.DecodingError):
+        return ProtocolError("content_encoding", "the stream's content encoding is broken")
+    if _any(chain, ssl.SSLError):
+        return TransportError("tls_failed", detail)
+    if _any(chain, httpx2.TimeoutException):
+        return TransportError("connection_timeout", detail, transport_code=ETIMEDOUT)
+    if _any(chain, httpx2.RemoteProtocolError):
+        return TransportError("disconnected", detail, transport_code=_ECONNRESET)
+    if _any(chain, httpx2.ReadError, httpx2.WriteError, httpx2.CloseError):
+        return TransportError("connection_reset", detail, transport_code=_ECONNRESET)
+    return TransportError("unreachable" if _any(chain, httpx2.ConnectError) else "not_sent", detail)
+
+
+def shut_down(response: httpx2.Response) -> None:
+    """Ends the response's connection for its peer, now. Closing it remains the owner's clean-up."""
+    stream = response.extensions.get("network_stream")
+    socket = stream.get_extra_info("socket") if stream is not None else None
+    if socket is not None:
+        with suppress(OSError):  # It is closed already.
+            socket.shutdown(sockets.SHUT_RDWR)
+
+
+async def read_prefix(response: httpx2.Response, limit_bytes: int) -> bytes:
+    """The first bytes of a body."""
+    prefix = b""
+    async for part in response.aiter_bytes():
+        prefix += part[:limit_bytes]
+        if len(prefix) >= limit_bytes:
+            break
+    return prefix[:limit_bytes]
+
+
+def retry_after_ms(headers: httpx2.Headers) -> int | None:
+    """`Retry-After` in milliseconds from seconds or a date; None where it is absent or makes no sense."""
+    value = headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return int(value[:9]) * 1000
+    try:
+        at = parsedate_to_datetime(value)
+    except (TypeError, ValueError):
+        return None
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return max(0, round((at - datetime.now(UTC)).total_seconds() * 1000))
+
+
+class _BoundedErrors(httpx2.AsyncHTTPTransport):
+    """Cuts the body of an error reply: the SDK reads it whole."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if not 200 <= response.status_code < 300:
+            response.stream = _Cut(response.stream)
+        return response
+
+
+class _Cut(httpx2.AsyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        left = ERROR_BODY_MAX_BYTES
+        async for part in self._stream:
+            yield part[:left]
+            left -= len(part)
+            if left <= 0:
+                return
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def _any(chain: list[BaseException], *types: type[BaseException]) -> bool:
+    return any(isinstance(error, types) for error in chain)
