@@ -124,7 +124,7 @@ class ChatAttempt:
             raise
         except Exception as error:
             self._error = self._typed(error)
-            if not isinstance(self._error, ChatStreamError):
+            if not isinstance(self._error, ChatStreamError | None):
                 raise
         finally:
             self._guard.stop()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -90,7 +90,7 @@ def classify_retry_error(error: BaseException) -> RetryClassification:
     """Abort first, whatever else it looks like; then transport codes of the error or its causes; then what it says."""
     if is_abort(error):
         return RetryClassification(RetryKind.ABORT, retryable=False)
-    transport_code = transport_code_of(error)
+    transport_code = first_transport_code(causes(error))
     if transport_code is not None:
         return RetryClassification(RetryKind.TRANSPORT, retryable=True, transport_code=transport_code)
     status = _status_of(error)
@@ -162,9 +162,9 @@ def is_abort(error: BaseException) -> bool:
     )
 
 
-def transport_code_of(error: BaseException) -> str | None:
-    """The first code of the closed list that the error or one of its causes carries, as `code` or as `errno`."""
-    for cause in causes(error):
+def first_transport_code(errors: Iterable[BaseException]) -> str | None:
+    """The first code of the closed list that one of the errors carries, as `code` or as `errno`."""
+    for cause in errors:
         code = getattr(cause, "code", None)
         if type(code) is str and code in TRANSPORT_CODES:
             return code
@@ -175,10 +175,11 @@ def transport_code_of(error: BaseException) -> str | None:
     return None
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
     """The error, its cause, that one's cause, and so on; each once, though the chain be a cycle.
 
-    The members of an exception group are causes of it: a host of several addresses is refused by each.
+    The members of an exception group are causes of it: a host of several addresses is refused by each. `with_contexts`
+    follows the context where there is no cause, for libraries that cut the chain with `from None`.
     """
     seen: set[int] = set()
     waiting = [error]
@@ -190,8 +191,9 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         yield cause
         if isinstance(cause, BaseExceptionGroup):
             waiting.extend(reversed(cause.exceptions))
-        if cause.__cause__ is not None:
-            waiting.append(cause.__cause__)
+        behind = cause.__cause__ or (cause.__context__ if with_contexts else None)
+        if behind is not None:
+            waiting.append(behind)
 
 
 def _status_of(error: BaseException) -> int | None:

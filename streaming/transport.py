@@ -17,7 +17,7 @@ import httpx2
 
 from embeddings.timeouts import ETIMEDOUT
 from streaming.errors import ChatStreamError, ProtocolError, TransportError
-from streaming.retry import causes, transport_code_of
+from streaming.retry import causes, first_transport_code
 
 ERROR_BODY_MAX_BYTES = 64 * 1024
 _ECONNRESET = "ECONNRESET"
@@ -38,9 +38,9 @@ def http_client() -> httpx2.AsyncClient:
 
 def typed_transport_error(error: Exception) -> ChatStreamError:
     """What a connection's failure is called: by its types and error numbers, its causes' included."""
-    chain = list(causes(error))
+    chain = list(causes(error, with_contexts=True))
     detail = f"the connection failed: {type(chain[-1]).__name__}"
-    code = transport_code_of(error)
+    code = first_transport_code(chain)
     if _any(chain, httpx2.PoolTimeout):
         return TransportError("pool_timeout", "our own connection pool had no connection free")
     if code is not None:
