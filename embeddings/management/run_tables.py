@@ -23,7 +23,7 @@ def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
                 *(str(one[count]) for count in _COUNTS),
                 str(sum(one["skipped"].values())),
                 str(one["provider_calls"]),
-                "-" if one["seconds"] is None else f"{one['seconds']:.1f}",
+                f"{one['seconds']:.1f}",
                 _reason(one),
             )
             for one in outcomes

@@ -9,6 +9,7 @@ from embeddings.management.base import NounCommand, Options, add_json, positive_
 from embeddings.management.rendering import moment
 from embeddings.management.run_tables import outcome_table, run_table
 from embeddings.models import TenantRun
+from embeddings.report import report
 from embeddings.states import RUN_UNFINISHED, RunStatus
 
 
@@ -51,14 +52,14 @@ class Command(NounCommand):
 
     def _show(self, options: Options) -> None:
         run = run_facts.find_run(options["run"])
-        report = sweep.report(run)
+        shown = report(run)
         if options["json"]:
-            self.print_json(report)
+            self.print_json(shown)
             return
         self.stdout.write(_headline(run))
         if story := run_facts.circuit_story(run):
             self.stdout.write(story)
-        self.print_table(outcome_table(report["outcomes"]))
+        self.print_table(outcome_table(shown["outcomes"]))
 
     def _cancel(self, options: Options) -> None:
         run = run_facts.find_run(options["run"])

@@ -8,11 +8,10 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from embeddings import registry
-from embeddings.errors import ProviderError
+from embeddings.errors import SluicegateError, UsageError
 from embeddings.knowledge.search import SearchHit, search
 from embeddings.management.base import SluicegateCommand, add_json, positive_number
 from embeddings.management.rendering import printable
-from embeddings.timeouts import ProviderTimeoutError
 
 _LINES_SHOWN = 8
 
@@ -35,8 +34,10 @@ class Command(SluicegateCommand):
         tenant = registry.find_tenant(options["tenant"])
         try:
             hits = search(tenant, options["query"], options["limit"])
-        except (ProviderError, ProviderTimeoutError) as error:
-            raise Failed(f"the provider failed ({error.code}): {printable(str(error))}") from error
+        except UsageError:
+            raise
+        except SluicegateError as error:
+            raise Failed(f"{error.code}: {printable(str(error))}") from error
         if options["json"]:
             self.print_json({"results": [asdict(hit) for hit in hits]})
             return

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 from django.core.management.base import CommandParser
 
 from embeddings import registry, run_facts, sweep
+from embeddings.follow import follow
 from embeddings.management.base import INTERRUPTED, SluicegateCommand, add_json, positive_number
 from embeddings.management.following import following
 from embeddings.management.run_tables import outcome_table
 from embeddings.models import TenantRun
+from embeddings.report import report
 from embeddings.states import RunTrigger
 
 
@@ -43,17 +48,20 @@ class Command(SluicegateCommand):
             self._say_started(runs, as_json=options["json"])
             return
         was_interrupted = self._follow(runs)
-        reports = [sweep.report(run) for run in runs]
-        self._say_ended(runs, reports, as_json=options["json"])
-        status = run_facts.exit_status(outcome["status"] for report in reports for outcome in report["outcomes"])
+        ended = list(run_facts.runs().filter(pk__in=[run.pk for run in runs]).order_by("pk"))
+        reports = [report(run) for run in ended]
+        self._say_ended(ended, reports, as_json=options["json"])
+        status = run_facts.exit_status(outcome["status"] for one in reports for outcome in one["outcomes"])
         if was_interrupted or status:
             sys.exit(INTERRUPTED if was_interrupted else status)
 
     def _follow(self, runs: list[TenantRun]) -> bool:
-        """Follows the runs to their end; says whether that was Ctrl-C."""
+        """Follows the runs to their end; says whether that was Ctrl-C, or the terminate signal of a supervisor."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         with following(self.stderr) as follower:
             try:
-                sweep.follow(runs, follower)
+                follow(runs, follower)
             except KeyboardInterrupt:
                 self.note("Cancelling; what is embedded is kept. Ctrl-C again leaves at once.")
                 for run in runs:
@@ -65,7 +73,7 @@ class Command(SluicegateCommand):
 
     def _say_started(self, runs: list[TenantRun], *, as_json: bool) -> None:
         if as_json:
-            self.print_json({"runs": [sweep.report(run) for run in runs]})
+            self.print_json({"runs": [report(run) for run in runs]})
             return
         for run in runs:
             short = run_facts.short_id(run)
@@ -73,11 +81,11 @@ class Command(SluicegateCommand):
                 f"Run {short} started on provider {run.provider}: `manage.py runs show {short}` shows it."
             )
 
-    def _say_ended(self, runs: list[TenantRun], reports: list[dict[str, Any]], *, as_json: bool) -> None:
+    def _say_ended(self, runs: Sequence[TenantRun], reports: list[dict[str, Any]], *, as_json: bool) -> None:
         if as_json:
             self.print_json({"runs": reports})
             return
-        self.print_table(outcome_table([outcome for report in reports for outcome in report["outcomes"]]))
+        self.print_table(outcome_table([outcome for one in reports for outcome in one["outcomes"]]))
         for run in runs:
             if story := run_facts.circuit_story(run):
                 self.note(story)
