@@ -177,39 +177,37 @@ class GitMirror:
             return None
 
     def _transfer(self, git: Git, advertised: "_Advertised") -> Snapshot:
-        """Fetch, once into what is there and once from nothing: the source has just been reached, so the fault is here."""
+        """Fetch, once into what is there and once from nothing: the source was just reached, so the fault is here."""
         try:
-            return self._fetch(git, advertised, "--depth=1", f"+{advertised.name}:{_HEAD}")
+            self._fetch(git, advertised, "--depth=1", f"+{advertised.name}:{_HEAD}")
+            return self._current(git)
         except GitFailed:
             # Asked again, so that a line that broke in between does not cost the mirror.
             advertised = self._resolve(git)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        _discard(self._directory)
         try:
-            # Without --depth for servers that cannot, and all branches for those that name no commit on demand.
-            return self._fetch(git, advertised, "--update-shallow", *self._everything(advertised))
+            # Without --depth for servers that cannot, and all branches for those that give no commit by its id.
+            self._fetch(git, advertised, "--update-shallow", *_everything(advertised))
         except GitFailed as error:
-            shutil.rmtree(self._directory, ignore_errors=True)
             raise SourceUnreachable(error.message) from None
+        return self._adopted(git, advertised)
 
-    def _everything(self, advertised: "_Advertised") -> tuple[str, ...]:
-        if advertised.name != advertised.commit:
-            return (f"+{advertised.name}:{_HEAD}",)
-        return ("+refs/heads/*:refs/sluicegate/heads/*", "+refs/tags/*:refs/sluicegate/tags/*")
-
-    def _fetch(self, git: Git, advertised: "_Advertised", depth: str, *refspecs: str) -> Snapshot:
+    def _fetch(self, git: Git, advertised: "_Advertised", depth: str, *refspecs: str) -> None:
         self._prepare(git, len(advertised.commit))
         flags = ("--quiet", "--no-tags", "--no-recurse-submodules", "--no-write-fetch-head", depth)
         git.run("-C", str(self._directory), "fetch", *flags, "--", self._source, *refspecs)
-        if len(refspecs) > 1:
-            self._adopt(git, advertised.commit)
+
+    def _current(self, git: Git) -> Snapshot:
         # The ref may have moved since it was asked: what was fetched counts.
         return self._snapshot(git, self._fetched(git))
 
-    def _adopt(self, git: Git, commit: str) -> None:
+    def _adopted(self, git: Git, advertised: "_Advertised") -> Snapshot:
         try:
-            git.run("-C", str(self._directory), "update-ref", _HEAD, f"{commit}^{{commit}}")
+            if is_commit_id(advertised.name):
+                git.run("-C", str(self._directory), "update-ref", _HEAD, f"{advertised.name}^{{commit}}")
+            return self._current(git)
         except GitFailed:
-            raise RevisionMissing(f"the source has no commit {commit!r}") from None
+            raise RevisionMissing(f"the source has no commit {self._ref!r}") from None
 
     def _prepare(self, git: Git, oid_length: int) -> None:
         """An empty mirror where there is none; in an old one, nothing left of processes that were killed."""
@@ -218,7 +216,7 @@ class GitMirror:
             return
         scratch = self._directory.with_name(f"{self._directory.name}.new")
         for half_made in (scratch, self._directory):
-            shutil.rmtree(half_made, ignore_errors=True)
+            _discard(half_made)
         object_format = "sha256" if oid_length == 64 else "sha1"
         git.run("init", "--quiet", "--bare", "--template=", f"--object-format={object_format}", "--", str(scratch))
         scratch.rename(self._directory)
@@ -243,7 +241,7 @@ class GitMirror:
                     return content[:-1]
         except BrokenPipeError:
             pass
-        shutil.rmtree(self._directory, ignore_errors=True)
+        _discard(self._directory)
         raise SourceUnreachable(f"the mirror has no readable blob {oid}; it is made anew by the next fetch")
 
     @contextmanager
@@ -300,6 +298,12 @@ def _compiled(patterns: tuple[str, ...]) -> GitIgnoreSpec:
     return GitIgnoreSpec.from_lines(patterns)
 
 
+def _everything(advertised: "_Advertised") -> tuple[str, ...]:
+    if is_commit_id(advertised.name):
+        return ("+refs/heads/*:refs/sluicegate/heads/*", "+refs/tags/*:refs/sluicegate/tags/*")
+    return (f"+{advertised.name}:{_HEAD}",)
+
+
 def _candidates(ref: str) -> tuple[str, ...]:
     """Full names that a ref may stand for, the preferred one first; a branch comes before a tag of its name."""
     if not ref or is_commit_id(ref):
@@ -313,10 +317,14 @@ def _remove_leftovers(directory: Path) -> None:
     # A lock file would refuse every later fetch, and each half-fetched pack would stay for good.
     for pattern in ("*.lock", "tmp_*"):
         for leftover in list(directory.rglob(pattern)):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+            _discard(leftover)
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _entries(listing: bytes) -> dict[str, TreeEntry]:
