@@ -5,13 +5,11 @@ Provider timeouts stand apart, in `embeddings.timeouts`: they alone may open a c
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class SluicegateError(Exception):
     """Base of everything Sluicegate raises on purpose."""
 
-    code: ClassVar[str] = "SLUICEGATE_ERROR"
+    code: str = "SLUICEGATE_ERROR"
 
 
 # --- what a caller asked for cannot be done ------------------------------------------------------------------------
@@ -31,6 +29,14 @@ class TaskExpired(SluicegateError):
     """An interactive text was not embedded within its caller's patience."""
 
     code = "EMBEDDING_QUEUE_EXPIRED"
+
+
+class EmbeddingFailed(SluicegateError):
+    """An interactive text could not be embedded; `code` is the failure's own."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class TaskRemoved(SluicegateError):

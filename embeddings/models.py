@@ -7,6 +7,7 @@ Models hold facts and constraints. Their transitions are compare-and-set verbs e
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
@@ -43,7 +44,9 @@ class Provider(models.Model):
     api_key_env = models.CharField(
         max_length=100,
         blank=True,
-        validators=[RegexValidator(r"^SLUICEGATE_KEY_[A-Z0-9_]+\Z", "The variable's name must match SLUICEGATE_KEY_*.")],
+        validators=[
+            RegexValidator(r"^SLUICEGATE_KEY_[A-Z0-9_]+\Z", "The variable's name must match SLUICEGATE_KEY_*.")
+        ],
     )
     batch_size = models.PositiveIntegerField(default=32, validators=[MinValueValidator(1), MaxValueValidator(2048)])
     batch_characters = models.PositiveIntegerField(default=60_000, validators=[MinValueValidator(1)])
@@ -67,10 +70,16 @@ class Provider(models.Model):
     refuses_base64 = models.BooleanField(default=False, editable=False)
     busy_until = models.DateTimeField(null=True, blank=True, editable=False)
     overtaken_since = models.DateTimeField(null=True, blank=True, editable=False)
+    revision = models.PositiveIntegerField(default=0, editable=False)
     created_at = models.DateTimeField(default=timezone.now, editable=False)
 
     def __str__(self) -> str:
         return self.name
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Every save is a new revision, so that whoever is at work with the former configuration reads it anew."""
+        self.revision += 1
+        super().save(*args, **kwargs)
 
 
 class EmbeddingGeneration(models.Model):
@@ -132,7 +141,6 @@ class Repository(models.Model):
     enabled = models.BooleanField(default=True)
     cadence_minutes = models.PositiveIntegerField(default=30, validators=[MinValueValidator(1)])
     indexed_revision = models.CharField(max_length=64, blank=True, editable=False)
-    indexed_rules = models.CharField(max_length=64, blank=True, editable=False)
     live_generation = models.ForeignKey(
         EmbeddingGeneration, models.PROTECT, null=True, blank=True, editable=False, related_name="+"
     )
@@ -217,7 +225,8 @@ class RepositoryOutcome(models.Model):
     scan_lease_expires_at = models.DateTimeField(null=True, blank=True)
     scan_losses = models.PositiveIntegerField(default=0)
     last_dispatched_at = models.DateTimeField(null=True, blank=True)
-    cancel_requested_at = models.DateTimeField(null=True, blank=True)
+    # Totals and schedule follow a decision, outside its transaction: one that opens a circuit decides many outcomes.
+    is_recorded = models.BooleanField(default=False)
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
 
@@ -244,6 +253,7 @@ class EmbeddingTask(models.Model):
     priority = models.PositiveSmallIntegerField(choices=TaskPriority, default=TaskPriority.BATCH)
     run = models.ForeignKey(TenantRun, models.PROTECT, null=True, blank=True, related_name="tasks")
     outcome = models.ForeignKey(RepositoryOutcome, models.PROTECT, null=True, blank=True, related_name="tasks")
+    # The batch that a refused one was split from, whole again: its first ancestor.
     split_from = models.ForeignKey("self", models.SET_NULL, null=True, blank=True, related_name="halves")
     texts = models.JSONField(null=True, blank=True)
     text_count = models.PositiveIntegerField(default=0)
@@ -254,6 +264,7 @@ class EmbeddingTask(models.Model):
     error_detail = models.CharField(max_length=1000, blank=True)
     attempts = models.PositiveIntegerField(default=0)
     losses = models.PositiveIntegerField(default=0)
+    control_passed = models.BooleanField(default=False)
     busy_requeues = models.PositiveIntegerField(default=0)
     busy_since = models.DateTimeField(null=True, blank=True)
     expires_at = models.DateTimeField(null=True, blank=True)
@@ -293,13 +304,14 @@ class SourceFile(models.Model):
 
 
 class FileVersion(models.Model):
-    """One content of one file in one generation. `row_count` is written with its last row, so its absence says: half-made."""
+    """One content of one file in one generation, cut under `rules`. No `row_count` says: half-made, its last row is missing."""
 
     file = models.ForeignKey(SourceFile, models.CASCADE, related_name="versions")
     generation = models.ForeignKey(EmbeddingGeneration, models.PROTECT, related_name="+")
     blob_oid = models.CharField(max_length=64)
     row_count = models.PositiveIntegerField(null=True, blank=True)
     is_live = models.BooleanField(default=False)
+    rules = models.CharField(max_length=60, blank=True)
     skipped_reason = models.CharField(max_length=40, blank=True)
     created_at = models.DateTimeField(default=timezone.now)
 

@@ -56,7 +56,7 @@ INSTALLED_APPS = [
 
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
-    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "project.static_files.static_files",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
@@ -114,7 +114,12 @@ CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_ENABLE_REMOTE_CONTROL = True
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 # A doorbell that cannot ring must not hold its ringer up: rows are the truth, and beat rings again.
-CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 7200, "socket_connect_timeout": 5}
+CELERY_BROKER_TRANSPORT_OPTIONS = {
+    "visibility_timeout": 7200,
+    "socket_connect_timeout": 2,
+    "max_retries": 0,
+    "interval_start": 0,
+}
 CELERY_TASK_PUBLISH_RETRY = False
 CELERY_BEAT_SCHEDULE_FILENAME = str(VAR_DIR / "celerybeat-schedule")
 CELERY_BEAT_SCHEDULE = {
@@ -157,6 +162,7 @@ CHAT_KNOWLEDGE_CHARACTERS = _env.integer("CHAT_KNOWLEDGE_CHARACTERS", 4_000, lea
 # How long a turn may stand unclaimed before it is asked whether any worker is there, and a reply without a status.
 CHAT_CLAIM_WAIT_MS = _env.integer("CHAT_CLAIM_WAIT_MS", 5_000, least=100)
 CHAT_STATUS_WAIT_MS = _env.integer("CHAT_STATUS_WAIT_MS", 10_000, least=100)
+CHAT_RETRY_BASE_MS = _env.integer("CHAT_RETRY_BASE_MS", 500)
 CHAT_HEARTBEAT_MS = _env.integer("CHAT_HEARTBEAT_MS", 10_000, least=100)
 EVENT_LOG_TTL_SECONDS = _env.integer("EVENT_LOG_TTL_SECONDS", 3_600, least=60)
 METRICS_TOKEN = _env.text("METRICS_TOKEN")

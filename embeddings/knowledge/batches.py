@@ -1,4 +1,4 @@
-"""Choosing an outcome's next batch from its pending rows, and what a batch task sends: rows are the backlog, tasks only its front."""
+"""Choosing an outcome's next batch from its pending rows: rows are the backlog, tasks are only the front of it."""
 
 from __future__ import annotations
 
@@ -128,8 +128,7 @@ def split(task: Dispatched, batch: Batch) -> bool:
 
     A run that no longer dispatches gets the task removed instead.
     """
-    assert task.outcome_id is not None  # noqa: S101  (interactive texts are never split)
-    outcome = RepositoryOutcome.objects.get(pk=task.outcome_id)
+    outcome = RepositoryOutcome.objects.get(pk=task.of_outcome)
     with transaction.atomic():
         run = task_queue.lock_run(outcome.run_id)
         reason = codes.TASK_SPLIT if run.dispatch_allowed else codes.CIRCUIT_OPEN
@@ -161,7 +160,7 @@ def has_landed(root: int) -> bool:
 
 def condemn(task: Dispatched, batch: Batch, reason: str) -> bool:
     """Marks the rows of a lone refused text undeliverable. False if the task is no longer held."""
-    outcome = RepositoryOutcome.objects.get(pk=task.outcome_id)
+    outcome = RepositoryOutcome.objects.get(pk=task.of_outcome)
     with transaction.atomic():
         if not task_queue.remove_held(task, codes.TEXT_UNDELIVERABLE, reason):
             return False

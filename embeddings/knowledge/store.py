@@ -122,11 +122,13 @@ def promote_generation(repository: Repository, generation_id: int) -> bool:
 
     Until then search answers from the older generation: never from both, never from nothing.
     """
+    older = FileVersion.objects.filter(file__repository=repository).exclude(generation=generation_id)
+    if repository.live_generation_id == generation_id and not older.exists():
+        return False
     with transaction.atomic():
         if FileVersion.objects.filter(file__repository=repository, generation=generation_id, is_live=False).exists():
             return False
         Repository.objects.filter(pk=repository.pk).update(live_generation=generation_id)
-        older = FileVersion.objects.filter(file__repository=repository).exclude(generation=generation_id)
         _delete_versions(older)
         _touch(repository.pk)
     return True
@@ -216,7 +218,8 @@ def known_vectors(tenant_id: int, generation_id: int, hashes: Iterable[bytes]) -
             text_hash__in=wanted[start : start + _CHUNK],
             vector__isnull=False,
         )
-        known.update((bytes(hash_), vector) for hash_, vector in rows.values_list("text_hash", "vector"))
+        found = rows.values_list("text_hash", "vector")
+        known.update((bytes(hash_), vector) for hash_, vector in found if vector is not None)
     return known
 
 

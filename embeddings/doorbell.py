@@ -1,0 +1,40 @@
+"""Rings workers after a commit. A bell that is lost loses nothing: rows are the truth, and beat rings again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from celery import current_app
+from django.db import transaction
+from kombu.exceptions import OperationalError
+
+logger = logging.getLogger(__name__)
+
+_SAY_AGAIN_AFTER_S = 60.0
+_said_at: list[float] = []
+
+DRAIN = "embeddings.drain_provider"
+SCAN = "embeddings.scan_run"
+ADVANCE = "embeddings.advance_run"
+
+
+def ring(task_name: str, *arguments: Any) -> None:
+    """Sends the task's message once the current transaction has committed; never raises, never waits long."""
+    transaction.on_commit(lambda: _send(task_name, arguments))
+
+
+def _send(task_name: str, arguments: tuple[Any, ...]) -> None:
+    try:
+        current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, expires=3600)
+    except (OperationalError, OSError) as error:
+        _say_unrung(error)
+
+
+def _say_unrung(error: Exception) -> None:
+    """Once a minute: a sweep without any broker rings in vain many times, and is none the worse for it."""
+    now = time.monotonic()
+    if not _said_at or now - _said_at[0] > _SAY_AGAIN_AFTER_S:
+        _said_at[:] = [now]
+        logger.warning("the broker could not be rung (%s): beat or a follower will see the rows", type(error).__name__)

@@ -1,0 +1,350 @@
+"""One step of embedding work, repeated: admit -> call -> on failure finish, on a reply free the slot -> store.
+
+Any number of threads, processes and machines may drain one provider: the database decides who dispatches. The loop keeps
+the server busy: it stores the previous reply, and reads the texts of the likely next task, while a call is in flight.
+
+The contract with its door is `Controls`: this module can notify a run's owner of a provider timeout, and knows no circuit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event
+
+import numpy as np
+from django.conf import settings
+from django.db import DatabaseError, InterfaceError, OperationalError, transaction
+from django.db.models import F
+
+from embeddings import codes, delivery, doorbell, gates, leases, shutdown, task_queue
+from embeddings.durably import durably
+from embeddings.errors import ProviderBusy, ProviderError, SluicegateError, TextRefused
+from embeddings.knowledge import batches, store
+from embeddings.knowledge.batches import Batch
+from embeddings.models import EmbeddingTask, Provider, RepositoryOutcome
+from embeddings.providers import adapter_for
+from embeddings.providers.base import EmbeddingCall, EmbeddingProvider, RawReply
+from embeddings.states import TaskState
+from embeddings.task_queue import Dispatched
+from embeddings.timeouts import OnProviderTimeout, ProviderTimeoutError
+from project import event_loop
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TEXT = "A plain sentence that every embedding model takes."
+BUSY_DEFAULT_MS = 1_000
+_LOOK_EVERY_S = 0.25
+_DEPARTURE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What a door hands to the drain: who hears of a provider timeout, and who of a task's end.
+
+    `goes_on` is asked before each task; `should_stop` also gives a dispatched task back, uncounted.
+    """
+
+    on_provider_timeout_for: Callable[[Dispatched], OnProviderTimeout | None]
+    on_task_ended: Callable[[Dispatched], None]
+    goes_on: Callable[[], bool] = lambda: True
+    should_stop: Callable[[], bool] = shutdown.requested.is_set
+
+
+def drain(provider_id: int, controls: Controls) -> int:
+    """Repeats the step until nothing can be admitted. Returns how many tasks were dispatched."""
+    provider = Provider.objects.filter(pk=provider_id).first()
+    return _Drain(provider, controls).run() if provider else 0
+
+
+@dataclass(frozen=True)
+class _Call:
+    task: Dispatched
+    batch: Batch
+    adapter: EmbeddingProvider
+    future: concurrent.futures.Future[RawReply]
+    left: Event
+
+
+@dataclass(frozen=True)
+class _Answered:
+    task: Dispatched
+    batch: Batch
+    adapter: EmbeddingProvider
+    reply: RawReply
+
+
+@dataclass
+class _Drain:
+    provider: Provider
+    controls: Controls
+    gate: gates.Gate = field(init=False)
+    unstored: _Answered | None = None
+    likely: tuple[int, Batch] | None = None
+
+    def __post_init__(self) -> None:
+        self.gate = gates.gate_for(self.provider)
+
+    def run(self) -> int:
+        dispatched = 0
+        while self._goes_on() and (task := self._admit()):
+            following: Dispatched | None = task
+            while following is not None:
+                dispatched += 1
+                following = self._step(following)
+            self._store_unstored()
+        if not self._goes_on() and task_queue.has_work(self.provider.pk):
+            # Whoever frees a slot admits the next task or rings.
+            doorbell.ring(doorbell.DRAIN, self.provider.pk)
+        return dispatched
+
+    def _goes_on(self) -> bool:
+        return self.controls.goes_on() and not self.controls.should_stop()
+
+    def _admit(self) -> Dispatched | None:
+        self._reread()
+        return self.gate.admit(self.provider)
+
+    def _reread(self) -> None:
+        """Takes up a configuration that was changed since."""
+        revision = Provider.objects.values_list("revision", flat=True).filter(pk=self.provider.pk).first()
+        if revision is not None and revision != self.provider.revision:
+            self.provider.refresh_from_db()
+
+    def _step(self, task: Dispatched) -> Dispatched | None:
+        """Carries one dispatched task to its answer or its end; returns the task that was dispatched in its place."""
+        with leases.kept(lambda: task_queue.renew(task)):
+            call = self._start(task)
+            if call is None:
+                self.controls.on_task_ended(task)
+                return None
+            try:
+                call.left.wait(_DEPARTURE_S)
+                self._store_unstored()
+                self._prepare_next()
+                reply = self._wait(call)
+            except _GivenUp:
+                return None
+            except (ProviderError, ProviderTimeoutError) as error:
+                self._failed(call, error)
+                return None
+            except BaseException:
+                call.future.cancel()
+                raise
+            return self._answered(call, reply)
+
+    # --- calling ---------------------------------------------------------------------------------------------------
+    def _start(self, task: Dispatched) -> _Call | None:
+        """Sends the task's texts; None if there was nothing to send, or no way to: the task has ended then."""
+        batch = self._batch_of(task)
+        try:
+            adapter = adapter_for(self.provider)
+        except SluicegateError as error:
+            task_queue.count_calls(task, -1)
+            self._fail(task, error)
+            return None
+        if not batch.texts:
+            task_queue.count_calls(task, -1)
+            task_queue.remove_held(task, codes.ROWS_GONE)
+            return None
+        call = self._embedding_call(batch.texts, task)
+        return _Call(task, batch, adapter, event_loop.submit(adapter.embed(call)), call.left)
+
+    def _batch_of(self, task: Dispatched) -> Batch:
+        if task.is_interactive:
+            texts = EmbeddingTask.objects.values_list("texts", flat=True).get(pk=task.id)
+            return Batch(tuple(texts or ()), ())
+        if self.likely and self.likely[0] == task.id:
+            return self.likely[1]
+        return batches.load(task.id)
+
+    def _embedding_call(self, texts: tuple[str, ...], task: Dispatched, is_control: bool = False) -> EmbeddingCall:
+        provider = self.provider
+        deadline_ms = provider.query_timeout_ms if task.is_interactive else provider.embedding_timeout_ms
+        return EmbeddingCall(
+            texts=texts,
+            model=_model_of(task, provider),
+            is_interactive=task.is_interactive,
+            deadline_s=max(1.0, deadline_ms / 1000),
+            left=Event(),
+            may_test_format=is_control or task.is_interactive,
+        )
+
+    def _prepare_next(self) -> None:
+        """A guess: the texts of the task that will most likely be next are read while the server is at work."""
+        task_id = self.gate.likely_next(self.provider)
+        batch = batches.load(task_id) if task_id else None
+        self.likely = (task_id, batch) if task_id and batch and batch.texts else None
+
+    def _wait(self, call: _Call) -> RawReply:
+        """Waits for the reply, looking now and then whether the task was cancelled or the worker is to stop."""
+        while not call.future.done():
+            concurrent.futures.wait([call.future], timeout=_LOOK_EVERY_S)
+            if call.future.done():
+                break
+            if self.controls.should_stop():
+                call.future.cancel()
+                task_queue.give_back(call.task)
+                raise _GivenUp
+            if self.gate.cancels_calls and _was_removed(call.task):
+                call.future.cancel()
+                task_queue.release_slot(call.task)
+                raise _GivenUp
+        return call.future.result()
+
+    # --- a reply -----------------------------------------------------------------------------------------------------
+    def _answered(self, call: _Call, reply: RawReply) -> Dispatched | None:
+        """Frees the slot before the reply is decoded, and dispatches the next task in the same transaction."""
+        if self._goes_on():
+            held, following = self.gate.settle_and_admit(self.provider, call.task)
+        else:
+            held, following = task_queue.settle(call.task), None
+        if held:
+            self._store_unstored()
+            self.unstored = _Answered(call.task, call.batch, call.adapter, reply)
+        else:
+            self._late(call, reply)
+        return following
+
+    def _late(self, call: _Call, reply: RawReply) -> None:
+        """The task was cancelled or lost while the call was out. Its slot comes free; of a fenced holder nothing is kept."""
+        if task_queue.release_slot(call.task) and self.gate.keeps_late_replies:
+            self._keep_late(_Answered(call.task, call.batch, call.adapter, reply))
+
+    def _keep_late(self, answered: _Answered) -> None:
+        try:
+            vectors = self._decoded(answered)
+            outcome = RepositoryOutcome.objects.get(pk=answered.task.of_outcome)
+            with transaction.atomic():
+                store.write_vectors(outcome.repository_id, answered.batch.bind(vectors))
+        except (ProviderError, RepositoryOutcome.DoesNotExist) as error:
+            logger.info("a late reply was not kept: %s", type(error).__name__)
+
+    def _store_unstored(self) -> None:
+        answered, self.unstored = self.unstored, None
+        if answered is None:
+            return
+        with leases.kept(lambda: task_queue.renew(answered.task)):
+            try:
+                self._store(answered)
+            except TextRefused as error:
+                self._refused(answered.task, answered.batch, error)
+            except (OperationalError, InterfaceError):
+                # The database stayed away for longer than the bound: the lease is lost and the batch bought again.
+                raise
+            except (SluicegateError, DatabaseError) as error:
+                self._fail(answered.task, error)
+        self.controls.on_task_ended(answered.task)
+
+    def _store(self, answered: _Answered) -> None:
+        task = answered.task
+        vectors = self._decoded(answered)
+        self._remember_format(answered.adapter)
+        if task.is_interactive:
+            durably(lambda: _store_interactive(task, vectors))
+            delivery.announce(task.id)
+        else:
+            durably(lambda: _store_batch(answered, vectors))
+
+    def _decoded(self, answered: _Answered) -> np.ndarray:
+        vectors = answered.adapter.decode(answered.reply, len(answered.batch.texts), None)
+        store.learn_dimensions(answered.task.generation_id, vectors.shape[1])
+        return vectors
+
+    def _remember_format(self, adapter: EmbeddingProvider) -> None:
+        if adapter.refuses_base64 and not self.provider.refuses_base64:
+            Provider.objects.filter(pk=self.provider.pk).update(refuses_base64=True)
+            self.provider.refuses_base64 = True
+
+    # --- a failure ---------------------------------------------------------------------------------------------------
+    def _failed(self, call: _Call, error: ProviderError | ProviderTimeoutError) -> None:
+        """One failed call: a batch may go back, be split, or fail for good. The slot never passes straight on."""
+        task = call.task
+        task_queue.count_calls(task, error.calls - 1)
+        if _was_removed(task):
+            task_queue.release_slot(task)
+        elif isinstance(error, ProviderBusy) and not task.is_interactive:
+            task_queue.requeue_busy(task, _patience_ms(error), str(error))
+        elif isinstance(error, TextRefused) and not task.is_interactive:
+            self._refused(task, call.batch, error)
+        else:
+            self._fail(task, error)
+        self.controls.on_task_ended(task)
+
+    def _refused(self, task: Dispatched, batch: Batch, error: TextRefused) -> None:
+        """Isolates the refused text, and condemns it only if the provider takes some other text."""
+        root = batches.root_id(task.id)
+        if len(batch.texts) > 1 and root == task.id:
+            batches.split(task, batch)
+        elif not batches.has_landed(root) and not self._control_lands(task, root):
+            self._fail(task, error)
+        elif len(batch.texts) > 1:
+            batches.split(task, batch)
+        else:
+            batches.condemn(task, batch, str(error))
+
+    def _control_lands(self, task: Dispatched, root: int) -> bool:
+        """Whether the provider takes the control text. Sent in the refused call's place, while its slot is still taken."""
+        if not EmbeddingTask.objects.filter(pk=task.id, state=TaskState.DISPATCHED).exists():
+            return False
+        call = self._embedding_call((CONTROL_TEXT,), task, is_control=True)
+        try:
+            adapter = adapter_for(self.provider)
+            reply = event_loop.run(adapter.embed(call))
+            adapter.decode(reply, 1, None)
+        except ProviderError as error:
+            task_queue.count_calls(task, error.calls)
+            return False
+        self._remember_format(adapter)
+        task_queue.count_calls(task, reply.calls)
+        return EmbeddingTask.objects.filter(pk=root).update(control_passed=True) == 1
+
+    def _fail(self, task: Dispatched, error: Exception) -> None:
+        code = getattr(error, "code", None) or codes.STORE_FAILED
+        on_provider_timeout = self.controls.on_provider_timeout_for(task)
+        self.gate.finish(task, error, str(code), on_provider_timeout)
+        if task.is_interactive:
+            delivery.announce(task.id)
+
+
+class _GivenUp(Exception):
+    """The call was given up on purpose; the task's row says why."""
+
+
+def _model_of(task: Dispatched, provider: Provider) -> str:
+    """An interactive text may ask an older generation's model; a batch is only ever admitted for the current one."""
+    if not task.is_interactive:
+        return provider.embedding_model
+    return EmbeddingTask.objects.values_list("generation__model", flat=True).get(pk=task.id)
+
+
+def _was_removed(task: Dispatched) -> bool:
+    return EmbeddingTask.objects.filter(pk=task.id, state=TaskState.REMOVED, dispatch_token=task.token).exists()
+
+
+def _patience_ms(error: ProviderBusy) -> int:
+    wished = BUSY_DEFAULT_MS if error.retry_after_ms is None else error.retry_after_ms
+    return max(1, min(wished, settings.BUSY_RETRY_AFTER_MAX_MS))
+
+
+def _store_interactive(task: Dispatched, vectors: np.ndarray) -> None:
+    with transaction.atomic():
+        if task_queue.mark_stored(task):
+            EmbeddingTask.objects.filter(pk=task.id).update(vectors=delivery.encode(vectors))
+
+
+def _store_batch(answered: _Answered, vectors: np.ndarray) -> None:
+    """Vectors, counts and the task's end in one transaction; a holder that was fenced off stores nothing."""
+    task = answered.task
+    repository_id = RepositoryOutcome.objects.values_list("repository", flat=True).get(pk=task.of_outcome)
+    rows = answered.batch.bind(vectors)
+    with transaction.atomic():
+        RepositoryOutcome.objects.filter(pk=task.of_outcome).update(
+            embedded=F("embedded") + len(rows), provider_calls=F("provider_calls") + answered.reply.calls - 1
+        )
+        if not task_queue.mark_stored(task):
+            transaction.set_rollback(True)
+            return
+        store.write_vectors(repository_id, rows)

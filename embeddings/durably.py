@@ -1,0 +1,36 @@
+"""Writing a fact that must not be lost to a database that is locked or away for a moment."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from django.db import InterfaceError, OperationalError, connection
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+
+def durably(write: Callable[[], T], within_s: float = 30.0) -> T:
+    """Runs one idempotent transaction, again while the database is locked or unreachable, for `within_s` at most.
+
+    Raises the database's own error once the time is up, and any other error at once.
+    """
+    deadline = time.monotonic() + within_s
+    pause = FIRST_PAUSE_S
+    while True:
+        try:
+            return write()
+        except (OperationalError, InterfaceError) as error:
+            if connection.in_atomic_block or time.monotonic() + pause > deadline:
+                raise
+            logger.warning("the database refused a write, trying again: %s", type(error).__name__)
+            connection.close()
+        time.sleep(pause)
+        pause = min(pause * 2, LONGEST_PAUSE_S)

@@ -1,0 +1,35 @@
+"""Which gate admits a provider's tasks, by its kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from embeddings import lane
+from embeddings.states import ProviderKind
+from embeddings.task_queue import Dispatched
+from embeddings.timeouts import OnProviderTimeout
+
+if TYPE_CHECKING:
+    from embeddings.models import Provider
+
+
+class Gate(Protocol):
+    """Who may call the model server next, and what a task's end does to its slot."""
+
+    # Whether a removed task's call is broken off at once, and whether a reply that comes after the removal is kept.
+    cancels_calls: bool
+    keeps_late_replies: bool
+
+    def admit(self, provider: Provider) -> Dispatched | None: ...
+    def settle_and_admit(self, provider: Provider, task: Dispatched) -> tuple[bool, Dispatched | None]: ...
+    def likely_next(self, provider: Provider) -> int | None: ...
+    def finish(
+        self, task: Dispatched, error: Exception, code: str, on_provider_timeout: OnProviderTimeout | None
+    ) -> bool: ...
+
+
+_GATES: dict[ProviderKind, Gate] = {ProviderKind.OPENAI_COMPATIBLE: lane}
+
+
+def gate_for(provider: Provider) -> Gate:
+    return _GATES[ProviderKind(provider.kind)]

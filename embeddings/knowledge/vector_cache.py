@@ -1,0 +1,101 @@
+"""A tenant's searchable vectors in memory, for databases without a vector search: exact, and bounded in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from django.conf import settings
+from django.db.models import F, QuerySet
+
+from embeddings.models import KnowledgeRow, Repository
+
+Key = tuple[int, int]
+Revisions = tuple[tuple[int, int], ...]
+
+
+def searchable(tenant_id: int, generation_id: int) -> QuerySet[KnowledgeRow]:
+    """Rows that may answer: the tenant's own, live, of repositories that answer from this generation."""
+    return KnowledgeRow.objects.filter(
+        tenant=tenant_id,
+        generation=generation_id,
+        vector__isnull=False,
+        version__is_live=True,
+        repository__tenant=tenant_id,
+        repository__removed_at=None,
+        repository__live_generation=F("generation"),
+    )
+
+
+def nearest(tenant_id: int, generation_id: int, query: np.ndarray, limit: int) -> list[tuple[int, float]]:
+    """The nearest row ids and their cosine similarities, best first."""
+    matrix = _matrix(tenant_id, generation_id)
+    if not len(matrix.row_ids):
+        return []
+    norm = float(np.linalg.norm(query)) or 1.0
+    scores = matrix.vectors @ (query / norm)
+    count = min(limit, len(scores))
+    best = np.argpartition(-scores, count - 1)[:count]
+    best = best[np.lexsort((matrix.row_ids[best], -scores[best]))]
+    return [(int(matrix.row_ids[place]), float(scores[place])) for place in best]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """`row_ids` int64[n] and unit `vectors` float32[n, dimensions], as of the repositories' revisions."""
+
+    revisions: Revisions
+    row_ids: np.ndarray
+    vectors: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return int(self.vectors.nbytes + self.row_ids.nbytes)
+
+
+_lock = threading.Lock()
+_cache: OrderedDict[Key, _Matrix] = OrderedDict()
+
+
+def _matrix(tenant_id: int, generation_id: int) -> _Matrix:
+    key = (tenant_id, generation_id)
+    # Read before the rows: rows that are newer than their revision are read again, never the other way about.
+    revisions = _revisions(tenant_id, generation_id)
+    with _lock:
+        found = _cache.get(key)
+        if found is not None and found.revisions == revisions:
+            _cache.move_to_end(key)
+            return found
+    made = _read(tenant_id, generation_id, revisions)
+    with _lock:
+        _keep(key, made)
+    return made
+
+
+def _revisions(tenant_id: int, generation_id: int) -> Revisions:
+    repositories = Repository.objects.filter(tenant=tenant_id, removed_at=None, live_generation=generation_id)
+    return tuple(repositories.order_by("pk").values_list("pk", "knowledge_revision"))
+
+
+def _read(tenant_id: int, generation_id: int, revisions: Revisions) -> _Matrix:
+    rows = list(searchable(tenant_id, generation_id).values_list("pk", "vector"))
+    if not rows:
+        return _Matrix(revisions, np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32))
+    vectors = np.stack([vector for _, vector in rows if vector is not None])
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return _Matrix(
+        revisions,
+        np.array([row_id for row_id, _ in rows], dtype=np.int64),
+        np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0),
+    )
+
+
+def _keep(key: Key, made: _Matrix) -> None:
+    _cache.pop(key, None)
+    if made.size > settings.SEARCH_CACHE_BYTES:
+        return
+    _cache[key] = made
+    while sum(matrix.size for matrix in _cache.values()) > settings.SEARCH_CACHE_BYTES:
+        _cache.popitem(last=False)

@@ -1,0 +1,482 @@
+"""Durable embedding tasks: put, admit, settle, requeue, reclaim, remove (docs/architecture.md, Embedding).
+
+The one home of the lane's raw statements: composing a query costs fifteen times what running it does. The statements
+are the same text on SQLite and PostgreSQL but for the clock and the lock. Times are the database's own, so that several
+machines agree on leases.
+
+Locks are taken in one order everywhere: provider, run, outcome, task. Putting and opening a circuit lock the run and
+never the provider. Every way into `queued` reads the run's `dispatch_allowed` in the same transaction, under its lock.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from django.conf import settings
+from django.db import connection, transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from embeddings import codes
+from embeddings.errors import DispatchNotAllowed
+from embeddings.models import EmbeddingTask
+from embeddings.states import TASK_UNSETTLED, TaskPriority, TaskState
+
+if TYPE_CHECKING:
+    from django.db.backends.utils import CursorWrapper
+
+    from embeddings.models import EmbeddingGeneration, Provider, RepositoryOutcome
+
+LOSSES_MAX = 3
+Order = Literal["fair", "fifo"]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A task whose HTTP request may leave, held by `token` until it is settled or its lease is lost."""
+
+    id: int
+    token: str
+    provider_id: int
+    generation_id: int
+    priority: int
+    run_id: int | None
+    outcome_id: int | None
+
+    @property
+    def is_interactive(self) -> bool:
+        return self.priority == TaskPriority.INTERACTIVE
+
+    @property
+    def of_outcome(self) -> int:
+        """The outcome of a batch task; an interactive one has none."""
+        assert self.outcome_id is not None  # noqa: S101
+        return self.outcome_id
+
+
+# --- putting --------------------------------------------------------------------------------------------------------
+def put_batch(outcome: RepositoryOutcome, text_count: int, split_from_id: int | None = None) -> EmbeddingTask:
+    """Queues a batch task of the outcome. The caller holds the run's lock and binds its rows in the same transaction.
+
+    Raises DispatchNotAllowed if the run's circuit is open or it was cancelled.
+    """
+    run = lock_run(outcome.run_id)
+    if not run.dispatch_allowed:
+        raise DispatchNotAllowed
+    return EmbeddingTask.objects.create(
+        provider_id=run.provider_id,
+        generation_id=run.generation_id,
+        priority=TaskPriority.BATCH,
+        run_id=outcome.run_id,
+        outcome=outcome,
+        text_count=text_count,
+        split_from_id=split_from_id,
+    )
+
+
+def put_interactive(
+    provider: Provider, generation: EmbeddingGeneration, texts: Sequence[str], patience_ms: int
+) -> EmbeddingTask:
+    """Queues the texts of one interactive caller; undispatched after `patience_ms`, the task is removed."""
+    return EmbeddingTask.objects.create(
+        provider=provider,
+        generation=generation,
+        priority=TaskPriority.INTERACTIVE,
+        texts=list(texts),
+        text_count=len(texts),
+        expires_at=timezone.now() + timedelta(milliseconds=patience_ms),
+    )
+
+
+@dataclass(frozen=True)
+class LockedRun:
+    provider_id: int
+    generation_id: int
+    dispatch_allowed: bool
+
+
+def lock_run(run_id: int) -> LockedRun:
+    """Locks the run for the rest of the transaction and reads what a put needs."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT provider_id, generation_id, dispatch_allowed FROM embeddings_tenantrun WHERE id = %s {_lock()}",
+            [run_id],
+        )
+        provider_id, generation_id, allowed = cursor.fetchone()
+    return LockedRun(provider_id, generation_id, bool(allowed))
+
+
+# --- admitting ------------------------------------------------------------------------------------------------------
+def admit(provider_id: int, slots: int | None, order: Order) -> Dispatched | None:
+    """Reclaims lost leases and dispatches the next task, if a slot is free: one transaction under the provider's lock.
+
+    `slots` is the cap on tasks at the provider (None: no cap). `fair`: the outcome least recently dispatched first;
+    `fifo`: as they were put. Interactive tasks go first, but a batch that has been overtaken for
+    `LANE_BATCH_MAX_WAIT_MS` goes next.
+    """
+    with transaction.atomic(), connection.cursor() as cursor:
+        _relax_commit(cursor)
+        return _admit(cursor, provider_id, slots, order)
+
+
+def settle_and_admit(task: Dispatched, slots: int | None, order: Order) -> tuple[bool, Dispatched | None]:
+    """A reply came: the task is answered, its slot free, and the next task dispatched, in one transaction.
+
+    Says whether the task was still held; the lease is renewed and kept until the vectors are stored.
+    """
+    with transaction.atomic(), connection.cursor() as cursor:
+        _relax_commit(cursor)
+        _lock_provider(cursor, task.provider_id)
+        held = _execute(cursor, _SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
+        return held, _admit(cursor, task.provider_id, slots, order)
+
+
+def _admit(cursor: CursorWrapper, provider_id: int, slots: int | None, order: Order) -> Dispatched | None:
+    gate = _lock_provider(cursor, provider_id)
+    if gate is None:
+        return None
+    _reclaim(cursor, provider_id)
+    if gate.is_paused:
+        return None
+    free = _free_slot(cursor, provider_id, slots)
+    if free is _NO_SLOT:
+        return None
+    while picked := _pick(cursor, gate, order):
+        if dispatched := _dispatch(cursor, gate, picked, free):
+            return dispatched
+    return None
+
+
+@dataclass(frozen=True)
+class _Gate:
+    provider_id: int
+    is_paused: bool
+    is_busy: bool
+    batch_is_due: bool
+
+
+_NO_SLOT = object()
+
+
+def _lock_provider(cursor: CursorWrapper, provider_id: int) -> _Gate | None:
+    # A statement of its own: folded into the pick, PostgreSQL would go on with the snapshot from before the wait.
+    _execute(cursor, _LOCK_PROVIDER, provider=provider_id)
+    row = cursor.fetchone()
+    return _Gate(provider_id, bool(row[0]), bool(row[1]), bool(row[2])) if row else None
+
+
+def _free_slot(cursor: CursorWrapper, provider_id: int, slots: int | None) -> Any:
+    if slots is None:
+        return None
+    _execute(cursor, _TAKEN_SLOTS, provider=provider_id)
+    taken = {row[0] for row in cursor.fetchall()}
+    # The cap bounds how many are out, also when it was lowered while higher slots are taken.
+    if len(taken) >= slots:
+        return _NO_SLOT
+    return next(slot for slot in range(slots) if slot not in taken)
+
+
+def _pick(cursor: CursorWrapper, gate: _Gate, order: Order) -> tuple[Any, ...] | None:
+    statement = _PICK[order, gate.batch_is_due]
+    _execute(cursor, statement, provider=gate.provider_id, batch_least=0 if gate.is_busy else TaskPriority.BATCH)
+    return cursor.fetchone()  # type: ignore[no-any-return]
+
+
+def _dispatch(cursor: CursorWrapper, gate: _Gate, picked: tuple[Any, ...], slot: int | None) -> Dispatched | None:
+    """Dispatches the picked task unless it was removed since; None then."""
+    task = Dispatched(picked[0], secrets.token_hex(16), gate.provider_id, *picked[1:])
+    if task.outcome_id is not None and connection.vendor == "postgresql":
+        # The outcome before the task: an opening circuit locks them in that order.
+        _execute(cursor, _LOCK_OUTCOME, outcome=task.outcome_id)
+    if _execute(cursor, _DISPATCH, slot=slot, **_holder(task)) == 0:
+        return None
+    if task.outcome_id is not None:
+        _execute(cursor, _COUNT_DISPATCH, outcome=task.outcome_id)
+    _note_overtaking(cursor, gate, task)
+    return task
+
+
+def _note_overtaking(cursor: CursorWrapper, gate: _Gate, task: Dispatched) -> None:
+    """Counts from the first overtaking, not from when the batch was queued: a long backlog is not a long overtaking."""
+    _execute(cursor, _OVERTAKING if task.is_interactive else _NOT_OVERTAKEN, provider=gate.provider_id)
+
+
+def peek(provider_id: int, order: Order) -> int | None:
+    """The id of the task that would most likely be admitted next, without a lock: a guess to prepare for."""
+    with connection.cursor() as cursor:
+        _execute(cursor, _PICK[order, False], provider=provider_id, batch_least=TaskPriority.BATCH)
+        row = cursor.fetchone()
+    return row[0] if row else None
+
+
+def has_work(provider_id: int) -> bool:
+    """Whether a task stands queued, or a lost lease waits to be reclaimed: someone should drain."""
+    with connection.cursor() as cursor:
+        _execute(cursor, _HAS_WORK, provider=provider_id)
+        return cursor.fetchone() is not None
+
+
+def stands_idle(provider_id: int) -> bool:
+    """Whether a task that could be admitted now stands queued, or a lost lease waits: nobody is at work on them."""
+    with connection.cursor() as cursor:
+        _execute(cursor, _STANDS_IDLE, provider=provider_id)
+        return cursor.fetchone() is not None
+
+
+def providers_with_work() -> list[int]:
+    """The providers at which work lies idle."""
+    unsettled = EmbeddingTask.objects.filter(Q(state__in=TASK_UNSETTLED) | Q(slot__isnull=False))
+    return [pk for pk in unsettled.values_list("provider", flat=True).distinct() if stands_idle(pk)]
+
+
+# --- the holder's verbs: each matches no row once the token is gone ----------------------------------------------------
+def is_held(task: Dispatched) -> bool:
+    return EmbeddingTask.objects.filter(
+        pk=task.id, dispatch_token=task.token, state__in=(TaskState.DISPATCHED, TaskState.ANSWERED)
+    ).exists()
+
+
+def renew(task: Dispatched) -> bool:
+    """Renews the lease, also of a removed task whose call is still out; False once the holder is fenced off."""
+    with connection.cursor() as cursor:
+        return _execute(cursor, _RENEW, **_holder(task)) == 1
+
+
+def fail(task: Dispatched, code: str, detail: str) -> bool:
+    """The task's final failure: settled, its slot free."""
+    return _end(task, TaskState.FAILED, code, detail, ended_by="error")
+
+
+def remove_held(task: Dispatched, reason: str, detail: str = "") -> bool:
+    """The holder gives the task up for good: removed with its reason, its slot free."""
+    return _end(task, TaskState.REMOVED, reason, detail, ended_by="cancel")
+
+
+def release_slot(task: Dispatched) -> bool:
+    """The call of a task that was removed meanwhile has ended: its slot is free now."""
+    with connection.cursor() as cursor:
+        return _execute(cursor, _RELEASE_SLOT, **_holder(task)) == 1
+
+
+def settle(task: Dispatched) -> bool:
+    """A reply came and nothing is admitted in its place: answered, slot free, lease renewed until stored."""
+    with connection.cursor() as cursor:
+        return _execute(cursor, _SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
+
+
+def mark_stored(task: Dispatched) -> bool:
+    """The last step of storing, in its transaction."""
+    with connection.cursor() as cursor:
+        return _execute(cursor, _STORED, **_holder(task)) == 1
+
+
+def count_calls(task: Dispatched, further: int) -> None:
+    """Corrects the outcome's count of HTTP requests, one a dispatch: more for retries, fewer if none left."""
+    if further and task.outcome_id is not None:
+        with connection.cursor() as cursor:
+            _execute(cursor, _COUNT_CALLS, outcome=task.outcome_id, further=further)
+
+
+def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskState | None:
+    """The provider asked for patience: the batch goes back, and the provider takes no batch until then.
+
+    Too often or for too long, the task fails as busy; a run that no longer dispatches gets it removed. Returns the new
+    state, None if the task is no longer held.
+    """
+    with transaction.atomic(), connection.cursor() as cursor:
+        _lock_provider(cursor, task.provider_id)
+        _execute(cursor, _PROVIDER_BUSY, ahead_ms=retry_after_ms, provider=task.provider_id)
+        allowed = task.run_id is None or lock_run(task.run_id).dispatch_allowed
+        if not allowed:
+            return TaskState.REMOVED if remove_held(task, codes.CIRCUIT_OPEN) else None
+        row = EmbeddingTask.objects.get(pk=task.id)
+        if _busy_for_too_long(row):
+            return TaskState.FAILED if fail(task, codes.PROVIDER_BUSY, detail) else None
+        return TaskState.QUEUED if _execute(cursor, _REQUEUE_BUSY, **_holder(task)) == 1 else None
+
+
+def _busy_for_too_long(row: EmbeddingTask) -> bool:
+    if row.busy_requeues >= settings.BUSY_REQUEUES_MAX:
+        return True
+    return row.busy_since is not None and timezone.now() - row.busy_since > timedelta(
+        milliseconds=settings.BUSY_TOTAL_MAX_MS
+    )
+
+
+def give_back(task: Dispatched) -> bool:
+    """A worker that shuts down returns its task uncounted; a run that no longer dispatches gets it removed."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:
+            return remove_held(task, codes.CIRCUIT_OPEN)
+        return _execute(cursor, _GIVE_BACK, **_holder(task)) == 1
+
+
+def _end(task: Dispatched, state: TaskState, code: str, detail: str, ended_by: str) -> bool:
+    with connection.cursor() as cursor:
+        ended = _execute(cursor, _END, state=state, code=code, detail=detail[:1000], ended_by=ended_by, **_holder(task))
+    return ended == 1
+
+
+# --- reclaiming and removing ------------------------------------------------------------------------------------------
+def _reclaim(cursor: CursorWrapper, provider_id: int) -> None:
+    """Lost leases go back to the queue if their run still dispatches; the third loss fails; expired ones go."""
+    _execute(cursor, _EXPIRE, provider=provider_id, reason=codes.EXPIRED)
+    _execute(cursor, _FREE_ABANDONED_SLOTS, provider=provider_id)
+    _execute(cursor, _LOST, provider=provider_id)
+    for task_id, run_id, losses in cursor.fetchall():
+        allowed = run_id is None or lock_run(run_id).dispatch_allowed
+        if not allowed:
+            _execute(cursor, _LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=codes.CIRCUIT_OPEN)
+        elif losses + 1 >= LOSSES_MAX:
+            _execute(cursor, _LOSE_TO_END, task=task_id, state=TaskState.FAILED, code=codes.TASK_LOST)
+        else:
+            _execute(cursor, _LOSE_TO_QUEUE, task=task_id)
+
+
+def reclaim(provider_id: int) -> None:
+    """Reclaims the provider's lost leases without admitting anything."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        if _lock_provider(cursor, provider_id):
+            _reclaim(cursor, provider_id)
+
+
+def remove_queued(reason: str, **where: Any) -> int:
+    """Removes the queued tasks that match; the caller holds their run's lock. Returns how many."""
+    return EmbeddingTask.objects.filter(state=TaskState.QUEUED, **where).update(
+        state=TaskState.REMOVED, error_code=reason, settled_at=timezone.now()
+    )
+
+
+def cancel_dispatched(reason: str, **where: Any) -> int:
+    """Removes dispatched tasks for their callers; the slot stays until the call has ended, or its lease is lost."""
+    return EmbeddingTask.objects.filter(state=TaskState.DISPATCHED, **where).update(
+        state=TaskState.REMOVED, error_code=reason, settled_at=timezone.now()
+    )
+
+
+# --- statements -------------------------------------------------------------------------------------------------------
+def _holder(task: Dispatched) -> dict[str, Any]:
+    return {"task": task.id, "token": task.token}
+
+
+def _execute(cursor: CursorWrapper, statement: str, *, ahead_ms: int = 0, **values: Any) -> int:
+    """Runs a statement with its clock and lock filled in for this database; returns the affected rows."""
+    text = statement.format(
+        now=_now(),
+        ahead=_now(ahead_ms),
+        lease=_now(settings.LEASE_MS),
+        overtaken=_now(-settings.LANE_BATCH_MAX_WAIT_MS),
+        lock=_lock(),
+    )
+    cursor.execute(text, values)
+    return int(cursor.rowcount)
+
+
+def _now(plus_ms: int = 0) -> str:
+    """The database's clock as an expression, `plus_ms` from now."""
+    if connection.vendor == "postgresql":
+        return f"(clock_timestamp() + interval '{int(plus_ms)} milliseconds')"
+    return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f000', 'now', '{int(plus_ms) / 1000:+.3f} seconds')"
+
+
+def _lock() -> str:
+    # Plain FOR UPDATE would queue behind every put: inserting a task shares a lock on its provider and run.
+    return "FOR NO KEY UPDATE" if connection.vendor == "postgresql" else ""
+
+
+def _relax_commit(cursor: CursorWrapper) -> None:
+    """Admit and settle may be lost with a crash of the database itself: at worst a batch is bought twice."""
+    if connection.vendor == "postgresql":
+        cursor.execute("SET LOCAL synchronous_commit = off")
+
+
+_TASK = "embeddings_embeddingtask"
+_HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"
+
+_LOCK_PROVIDER = """
+SELECT is_paused, busy_until IS NOT NULL AND busy_until > {now}, overtaken_since IS NOT NULL AND overtaken_since <= {overtaken}
+FROM embeddings_provider WHERE id = %(provider)s {lock}"""
+_PROVIDER_BUSY = "UPDATE embeddings_provider SET busy_until = {ahead} WHERE id = %(provider)s"
+_LOCK_OUTCOME = "SELECT 1 FROM embeddings_repositoryoutcome WHERE id = %(outcome)s {lock}"
+_TAKEN_SLOTS = f"SELECT slot FROM {_TASK} WHERE provider_id = %(provider)s AND slot IS NOT NULL"
+_PICK_ANY = f"""
+SELECT t.id, t.generation_id, t.priority, t.run_id, t.outcome_id FROM {_TASK} t
+JOIN embeddings_embeddinggeneration g ON g.id = t.generation_id
+JOIN embeddings_provider p ON p.id = t.provider_id
+LEFT JOIN embeddings_tenantrun r ON r.id = t.run_id
+LEFT JOIN embeddings_repositoryoutcome o ON o.id = t.outcome_id
+WHERE t.provider_id = %(provider)s AND t.state = 0 AND t.priority <= %(batch_least)s
+  AND (t.expires_at IS NULL OR t.expires_at > {{now}})
+  AND (t.run_id IS NULL OR (r.dispatch_allowed AND g.model = p.embedding_model))
+ORDER BY """
+_BY_ORDER = {"fair": "o.last_dispatched_at ASC NULLS FIRST, t.id", "fifo": "t.id"}
+_PICK = {
+    (order, batch_first): f"{_PICK_ANY} t.priority {'DESC' if batch_first else 'ASC'}, {by} LIMIT 1"
+    for order, by in _BY_ORDER.items()
+    for batch_first in (False, True)
+}
+_DISPATCH = f"""
+UPDATE {_TASK} SET state = 1, slot = %(slot)s, dispatch_token = %(token)s, lease_expires_at = {{lease}},
+  dispatched_at = {{now}}, attempts = attempts + 1, call_ended_at = NULL, call_ended_by = ''
+WHERE id = %(task)s AND state = 0"""
+_COUNT_DISPATCH = """
+UPDATE embeddings_repositoryoutcome SET last_dispatched_at = {now}, provider_calls = provider_calls + 1
+WHERE id = %(outcome)s"""
+_COUNT_CALLS = """
+UPDATE embeddings_repositoryoutcome SET provider_calls = provider_calls + %(further)s WHERE id = %(outcome)s"""
+_OVERTAKING = f"""
+UPDATE embeddings_provider SET overtaken_since = {{now}} WHERE id = %(provider)s AND overtaken_since IS NULL
+  AND EXISTS (SELECT 1 FROM {_TASK} t WHERE t.provider_id = %(provider)s AND t.state = 0 AND t.priority = 1)"""
+_NOT_OVERTAKEN = """
+UPDATE embeddings_provider SET overtaken_since = NULL WHERE id = %(provider)s AND overtaken_since IS NOT NULL"""
+_HAS_WORK = f"""
+SELECT 1 FROM {_TASK} WHERE provider_id = %(provider)s AND (state = 0 OR
+  ((state IN (1, 2) OR slot IS NOT NULL) AND lease_expires_at < {{now}})) LIMIT 1"""
+_STANDS_IDLE = f"""
+SELECT 1 FROM {_TASK} t JOIN embeddings_provider p ON p.id = t.provider_id
+WHERE t.provider_id = %(provider)s AND (
+  ((t.state IN (1, 2) OR t.slot IS NOT NULL) AND t.lease_expires_at < {{now}})
+  OR (t.state = 0 AND NOT p.is_paused AND (t.priority = 0 OR p.busy_until IS NULL OR p.busy_until <= {{now}})
+    AND (SELECT COUNT(*) FROM {_TASK} s WHERE s.provider_id = t.provider_id AND s.slot IS NOT NULL) < p.max_in_flight)
+) LIMIT 1"""
+_SETTLE = f"""
+UPDATE {_TASK} SET state = %(answered)s, slot = NULL, lease_expires_at = {{lease}}, call_ended_at = {{now}},
+  call_ended_by = 'reply' WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 1"""
+_RENEW = f"""
+UPDATE {_TASK} SET lease_expires_at = {{lease}}
+WHERE id = %(task)s AND dispatch_token = %(token)s AND (state IN (1, 2) OR slot IS NOT NULL)"""
+_END = f"""
+UPDATE {_TASK} SET state = %(state)s, slot = NULL, settled_at = {{now}}, error_code = %(code)s, error_detail = %(detail)s,
+  call_ended_at = COALESCE(call_ended_at, {{now}}),
+  call_ended_by = CASE call_ended_by WHEN '' THEN %(ended_by)s ELSE call_ended_by END {_HELD}"""
+_RELEASE_SLOT = f"""
+UPDATE {_TASK} SET slot = NULL, call_ended_at = {{now}}, call_ended_by = 'late'
+WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 5 AND slot IS NOT NULL"""
+_STORED = f"""
+UPDATE {_TASK} SET state = 3, settled_at = {{now}} WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 2"""
+_REQUEUE_BUSY = f"""
+UPDATE {_TASK} SET state = 0, slot = NULL, dispatch_token = '', busy_requeues = busy_requeues + 1,
+  busy_since = COALESCE(busy_since, {{now}}), call_ended_at = {{now}}, call_ended_by = 'busy' {_HELD}"""
+_GIVE_BACK = f"""
+UPDATE {_TASK} SET state = 0, slot = NULL, dispatch_token = '', attempts = attempts - 1, call_ended_at = {{now}},
+  call_ended_by = 'shutdown' {_HELD}"""
+_EXPIRE = f"""
+UPDATE {_TASK} SET state = 5, error_code = %(reason)s, settled_at = {{now}}
+WHERE provider_id = %(provider)s AND state = 0 AND expires_at IS NOT NULL AND expires_at <= {{now}}"""
+_FREE_ABANDONED_SLOTS = f"""
+UPDATE {_TASK} SET slot = NULL, call_ended_at = {{now}}, call_ended_by = 'lost'
+WHERE provider_id = %(provider)s AND slot IS NOT NULL AND state > 2 AND lease_expires_at < {{now}}"""
+_LOST = f"""
+SELECT id, run_id, losses FROM {_TASK}
+WHERE provider_id = %(provider)s AND state IN (1, 2) AND lease_expires_at < {{now}} ORDER BY id"""
+_LOSE = """state IN (1, 2) AND lease_expires_at < {now}"""
+_LOSE_TO_QUEUE = f"""
+UPDATE {_TASK} SET state = 0, slot = NULL, dispatch_token = '', losses = losses + 1, call_ended_at = {{now}},
+  call_ended_by = 'lost' WHERE id = %(task)s AND {_LOSE}"""
+_LOSE_TO_END = f"""
+UPDATE {_TASK} SET state = %(state)s, slot = NULL, dispatch_token = '', losses = losses + 1, settled_at = {{now}},
+  error_code = %(code)s, call_ended_at = {{now}}, call_ended_by = 'lost' WHERE id = %(task)s AND {_LOSE}"""

@@ -1,0 +1,52 @@
+"""Celery's doors: each does whatever the rows say, so that a lost message loses nothing and a duplicate does nothing."""
+
+from __future__ import annotations
+
+from celery import shared_task
+
+from embeddings import purge as purging
+from embeddings import schedule, sweep, task_queue
+from embeddings.models import TenantRun
+from embeddings.states import RUN_UNFINISHED
+
+
+@shared_task(name="embeddings.drain_provider")
+def drain_provider(provider_id: int) -> None:
+    """Drains one provider's queue until nothing can be admitted."""
+    sweep.drain(provider_id)
+
+
+@shared_task(name="embeddings.scan_run")
+def scan_run(run_id: int) -> None:
+    """Scans pending repositories of one run until none can be claimed."""
+    if TenantRun.objects.filter(pk=run_id).exists():
+        while sweep.scan_next(run_id):
+            pass
+
+
+@shared_task(name="embeddings.advance_run")
+def advance_run(run_id: int) -> None:
+    """Moves one run on as far as its rows allow."""
+    if TenantRun.objects.filter(pk=run_id).exists():
+        sweep.advance(run_id)
+
+
+@shared_task(name="embeddings.tick")
+def tick() -> None:
+    """Beat's round: advances every unfinished run, and rings again for work that lies beside a free slot."""
+    for run_id in TenantRun.objects.filter(status__in=RUN_UNFINISHED).values_list("pk", flat=True):
+        sweep.advance(run_id)
+    for provider_id in task_queue.providers_with_work():
+        drain_provider.delay(provider_id)
+
+
+@shared_task(name="embeddings.start_due")
+def start_due() -> None:
+    """Starts a run over the repositories that are due, at most one unfinished scheduled run per provider."""
+    schedule.start_due()
+
+
+@shared_task(name="embeddings.purge")
+def purge() -> None:
+    """Deletes what has been removed, and facts past their retention."""
+    purging.purge()
