@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 
-class VectorField(models.Field[Any, Any]):
+class VectorField(models.Field):  # type: ignore[type-arg]
     """Holds `float32[dimensions]`; the dimension may differ from row to row (each generation has its own)."""
 
     description = "An embedding vector"

@@ -107,7 +107,9 @@ def _unbound(outcome: RepositoryOutcome, generation_id: int) -> Iterator[tuple[i
                 yield row_id, len(text), bytes(hash_)
 
 
-def _take_known(outcome: RepositoryOutcome, generation_id: int, page: Sequence[tuple[int, str, bytes]]) -> set[int]:
+def _take_known(
+    outcome: RepositoryOutcome, generation_id: int, page: Sequence[tuple[int, str, bytes | memoryview]]
+) -> set[int]:
     tenant_id = outcome.repository.tenant_id
     known = store.known_vectors(tenant_id, generation_id, (bytes(hash_) for _, _, hash_ in page))
     rows = [(row_id, known[bytes(hash_)]) for row_id, _, hash_ in page if bytes(hash_) in known]
