@@ -14,7 +14,7 @@ from uuid import UUID
 
 START, SOURCES, ATTEMPT, DELTA, FINISH, USAGE, END = "start", "sources", "attempt", "delta", "finish", "usage", "end"
 # Made by readers, never logged: what happens while nothing happens, and a whole turn whose log is gone.
-NOTICE, SNAPSHOT = "notice", "snapshot"
+NOTICE, SNAPSHOT, TICK = "notice", "snapshot", "tick"
 FENCE = "fence"
 
 # Both are exact in a browser's numbers.

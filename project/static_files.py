@@ -1,0 +1,38 @@
+"""WhiteNoise for static files alone, so that no other request takes its way through a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asgiref.sync import iscoroutinefunction, sync_to_async
+from django.conf import settings
+from django.http import HttpRequest
+from django.utils.decorators import sync_and_async_middleware
+from whitenoise.middleware import WhiteNoiseMiddleware
+
+
+@sync_and_async_middleware
+def static_files(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
+    """Serves what lies under STATIC_URL, as WhiteNoise does; it knows only synchronous handlers."""
+    nothing = object()
+    whitenoise = WhiteNoiseMiddleware(lambda request: nothing)
+
+    def served(request: HttpRequest) -> Any:
+        return whitenoise(request) if request.path_info.startswith(settings.STATIC_URL) else nothing
+
+    if not iscoroutinefunction(get_response):
+
+        def middleware(request: HttpRequest) -> Any:
+            response = served(request)
+            return get_response(request) if response is nothing else response
+
+        return middleware
+
+    async def async_middleware(request: HttpRequest) -> Any:
+        response = nothing
+        if request.path_info.startswith(settings.STATIC_URL):
+            response = await sync_to_async(served)(request)
+        return await get_response(request) if response is nothing else response
+
+    return async_middleware

@@ -1,0 +1,136 @@
+"""The chat endpoints: OpenAI's under /v1, and the turn API under /api/chat (docs/architecture.md, Chat)."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+from uuid import UUID
+
+from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
+from ninja import Query, Router, Status
+from ninja.security import APIKeyQuery
+
+from embeddings.access import TenantKey, caller
+from embeddings.models import Tenant
+from embeddings.registry import KeyScope
+from project.database_threads import in_database, in_waiting_thread
+from streaming import doors, replies
+from streaming.events import END_SEQ
+from streaming.models import ChatTurn
+from streaming.offer import offers
+from streaming.refusals import UnknownModel
+from streaming.requests import ChatCompletionRequest, EmbeddingRequest, NewTurnRequest
+from streaming.vectors import Embedded, embedded
+
+openai = Router(tags=["OpenAI"])
+chat = Router(tags=["Chat"])
+
+_SSE_REPLY = {"responses": {200: {"description": "Server-sent events", "content": {"text/event-stream": {}}}}}
+
+
+@openai.post("/chat/completions", auth=TenantKey(KeyScope.CHAT), summary="Chat completion")
+async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) -> HttpResponseBase:
+    """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
+    found = await in_database(doors.take_completion, caller(request), body)
+    if body.stream:
+        return await replies.completion_stream(found, include_usage=body.include_usage)
+    return await replies.completion(found)
+
+
+@openai.get("/models", auth=TenantKey(KeyScope.CHAT), summary="Models")
+async def models(request: HttpRequest) -> dict[str, Any]:
+    """What the tenant may name as `model`."""
+    return {"object": "list", "data": _models(caller(request))}
+
+
+@openai.get("/models/{path:model}", auth=TenantKey(KeyScope.CHAT), summary="Model")
+async def model(request: HttpRequest, model: str) -> dict[str, Any]:
+    """One model. 404 where the tenant has none of this name."""
+    for each in _models(caller(request)):
+        if each["id"] == model:
+            return each
+    raise UnknownModel(f"The model {model[:200]!r} does not exist.", param="model")
+
+
+@openai.post("/embeddings", auth=TenantKey(KeyScope.SEARCH), summary="Embeddings")
+async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> dict[str, Any]:
+    """As OpenAI's, for texts; through the tenant's embedding provider and its lane."""
+    made: Embedded = await in_waiting_thread(embedded, caller(request), body)
+    vectors = [
+        base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+        for vector in made.vectors
+    ]
+    return {
+        "object": "list",
+        "model": made.model,
+        "data": [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)],
+        # The lane does not count tokens: the figures are there because clients read them.
+        "usage": {"prompt_tokens": 0, "total_tokens": 0},
+    }
+
+
+class TurnToken(APIKeyQuery):
+    """A turn's own token as `?token=`: for a page, which must not hold a tenant's key."""
+
+    param_name = "token"
+
+    async def authenticate(self, request: HttpRequest, key: str | None) -> str | None:
+        return key or None
+
+
+_READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
+
+
+@chat.post("/turns", auth=TenantKey(KeyScope.CHAT), response={201: dict[str, Any]}, summary="Take a turn")
+async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
+    """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
+    found = await in_database(doors.take_native, caller(request), body)
+    return Status(201, {**await in_database(doors.rendered, found), "events_token": doors.event_token(found)})
+
+
+@chat.get("/turns/{turn_id}", auth=_READS, summary="Turn")
+async def show_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
+    """The turn as it stands: its text is stored when it ends."""
+    found = await in_database(_readable, request, turn_id)
+    return await in_database(doors.rendered, found)
+
+
+@chat.get("/turns/{turn_id}/events", auth=_READS, summary="Events of a turn", openapi_extra=_SSE_REPLY)
+async def turn_events(request: HttpRequest, turn_id: UUID, after: int = Query(0, ge=0)) -> HttpResponseBase:
+    """Server-sent events from the start, or after `Last-Event-ID` (or `after`). A hang-up does not cancel the turn."""
+    found = await in_database(_readable, request, turn_id)
+    seq = _last_event_id(request) or after
+    if seq >= END_SEQ:
+        # The end has been read: an EventSource stops at a 204.
+        return HttpResponse(status=204)
+    return replies.event_stream(found, seq)
+
+
+@chat.post("/turns/{turn_id}/cancel", auth=TenantKey(KeyScope.CHAT), summary="Cancel a turn")
+async def cancel_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
+    """Ends a queued turn, asks for a running one's end; a turn that has ended stays as it is."""
+    found = await in_database(doors.find_turn, caller(request), turn_id)
+    found = await in_database(doors.cancel, found)
+    return await in_database(doors.rendered, found)
+
+
+def _models(tenant: Tenant) -> list[dict[str, Any]]:
+    names = [(offer.model, offer.provider) for offer in offers(tenant)]
+    if tenant.embedding_provider is not None and tenant.embedding_provider.embedding_model:
+        names.append((tenant.embedding_provider.embedding_model, tenant.embedding_provider))
+    return [
+        {"id": name, "object": "model", "created": int(provider.created_at.timestamp()), "owned_by": tenant.slug}
+        for name, provider in names
+    ]
+
+
+def _readable(request: Any, turn_id: UUID) -> ChatTurn:
+    if isinstance(request.auth, str):
+        return doors.turn_of_token(request.auth, turn_id)
+    return doors.find_turn(request.auth, turn_id)
+
+
+def _last_event_id(request: HttpRequest) -> int:
+    given = request.headers.get("Last-Event-ID", "")
+    return int(given) if given.isdecimal() and len(given) <= 16 else 0

@@ -1,0 +1,127 @@
+"""What every chat door does: turns a checked request into a stored turn, finds a turn for its tenant, renders one."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from django.core import signing
+
+from embeddings.access import NotFound
+from embeddings.models import Tenant
+from streaming import lost_turns, turn
+from streaming.conversations import messages_before, resolve
+from streaming.models import ChatAttempt, ChatTurn
+from streaming.offer import choose, default_offer
+from streaming.requests import ChatCompletionRequest, NewTurnRequest
+from streaming.states import TurnOrigin, TurnState
+from streaming.turn import NewTurn
+
+TOKEN_LIVES_S = 900
+_TOKEN_SALT = "streaming.turn-events"  # noqa: S105 - names what is signed
+
+
+def take_completion(tenant: Tenant, body: ChatCompletionRequest) -> ChatTurn:
+    """Stores the turn of an OpenAI client. Raises UnknownModel, TooManyTurns."""
+    offer = choose(tenant, body.model)
+    return _take(NewTurn(tenant, offer, body.for_provider(), TurnOrigin.OPENAI))
+
+
+def take_native(tenant: Tenant, body: NewTurnRequest) -> ChatTurn:
+    """Stores a turn of the turn API. Raises UnknownModel, UnknownConversation, TooManyTurns."""
+    offer = choose(tenant, body.model) if body.model else default_offer(tenant, uses_knowledge=body.knowledge)
+    request = body.for_provider()
+    conversation = resolve(tenant, body.conversation, request["messages"])
+    if conversation is not None:
+        request["messages"] = [*messages_before(conversation), *request["messages"]]
+    return _take(NewTurn(tenant, offer, request, TurnOrigin.NATIVE, conversation))
+
+
+def _take(new: NewTurn) -> ChatTurn:
+    try:
+        return turn.take(new)
+    except turn.TooManyTurns:
+        # Turns whose worker is gone count until somebody ends them.
+        for lost in ChatTurn.objects.filter(tenant=new.tenant, state=TurnState.RUNNING):
+            lost_turns.end_lost(lost)
+        return turn.take(new)
+
+
+def find_turn(tenant: Tenant, public_id: UUID) -> ChatTurn:
+    """The tenant's turn. Raises NotFound, also for another tenant's."""
+    turns = ChatTurn.objects.select_related("provider", "conversation").filter(tenant=tenant, public_id=public_id)
+    if (found := turns.first()) is None:
+        raise NotFound("There is no such turn.")
+    return found
+
+
+def cancel(found: ChatTurn) -> ChatTurn:
+    """Asks for the turn's cancellation; the turn as it is now."""
+    was_queued = found.state == TurnState.QUEUED
+    turn.request_cancel(found)
+    found.refresh_from_db()
+    if was_queued and found.state == TurnState.CANCELLED:
+        lost_turns.append_end(found, turn.ending_of(found))
+    return found
+
+
+def event_token(found: ChatTurn) -> str:
+    """A token that reads this one turn for a quarter of an hour: for a page, which must not hold a tenant's key."""
+    return signing.dumps(str(found.public_id), salt=_TOKEN_SALT)
+
+
+def turn_of_token(token: str, public_id: UUID) -> ChatTurn:
+    """The turn that the token was made for. Raises NotFound for another turn, and for a token that is over."""
+    try:
+        named = signing.loads(token, salt=_TOKEN_SALT, max_age=TOKEN_LIVES_S)
+    except signing.BadSignature:
+        named = None
+    turns = ChatTurn.objects.select_related("provider", "conversation", "tenant").filter(tenant__is_active=True)
+    found = turns.filter(public_id=public_id).first() if named == str(public_id) else None
+    if found is None:
+        raise NotFound("There is no such turn, or the token is over.")
+    return found
+
+
+def rendered(found: ChatTurn) -> dict[str, Any]:
+    """The turn as the turn API shows it."""
+    return {
+        "id": str(found.public_id),
+        "state": found.state,
+        "stage": found.stage,
+        "model": found.model,
+        "conversation": str(found.conversation.public_id) if found.conversation else None,
+        "answer": found.answer,
+        "choices": found.choices,
+        "sources": found.sources,
+        "usage": found.usage,
+        "error": _error_of(found),
+        "attempts": [_attempt(attempt) for attempt in found.attempts.all()],
+        "created_at": found.created_at,
+        "started_at": found.started_at,
+        "first_content_at": found.first_content_at,
+        "ended_at": found.ended_at,
+    }
+
+
+def _error_of(found: ChatTurn) -> dict[str, Any] | None:
+    if not found.has_ended or found.state == TurnState.COMPLETED:
+        return None
+    return {
+        "code": found.error_code,
+        "kind": found.error_kind,
+        "message": found.error_detail,
+        "status": found.error_status,
+    }
+
+
+def _attempt(attempt: ChatAttempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "end_state": attempt.end_state,
+        "error_kind": attempt.error_kind,
+        "transport_code": attempt.transport_code,
+        "chunks": attempt.chunks,
+        "bytes": attempt.bytes,
+        "first_content_ms": attempt.first_content_ms,
+    }

@@ -1,0 +1,161 @@
+"""`/metrics`: computed from the rows at every scrape, so that it is the same on every process. No tenant in any label."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from django.conf import settings
+from django.db.models import Count, Min, Q, QuerySet, Sum
+from django.db.models.functions import Coalesce
+from django.http import HttpRequest, HttpResponse
+from django.utils import timezone
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from embeddings.models import EmbeddingTask, Provider, RunCircuit, TenantRun
+from embeddings.states import CircuitState, RunStatus, TaskPriority, TaskState
+from project.database_threads import in_database
+from streaming.models import ChatAttempt, ChatTurn
+from streaming.states import TURN_UNFINISHED, TurnState
+
+FIRST_CONTENT_MS = (50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 30_000, 60_000, 120_000)
+GAP_MS = (50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 30_000, 60_000, 120_000)
+
+
+async def metrics(request: HttpRequest) -> HttpResponse:
+    """Prometheus' text. Open on loopback; elsewhere METRICS_TOKEN as the bearer."""
+    if not _may_read(request):
+        return HttpResponse("Send METRICS_TOKEN as `Authorization: Bearer ...`.\n", status=403)
+    return HttpResponse(await in_database(_text), content_type=CONTENT_TYPE_LATEST)
+
+
+def _may_read(request: HttpRequest) -> bool:
+    sent = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+    if settings.METRICS_TOKEN and hmac.compare_digest(sent, settings.METRICS_TOKEN.encode()):
+        return True
+    # What a proxy on this machine passes on comes from elsewhere.
+    is_passed_on = "X-Forwarded-For" in request.headers or "Forwarded" in request.headers
+    return not is_passed_on and _is_loopback(request.META.get("REMOTE_ADDR", ""))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        # A unix socket has no address, and belongs to whoever may open it: a proxy, most likely.
+        return False
+
+
+def _text() -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Rows())
+    return generate_latest(registry)
+
+
+class _Rows(Collector):
+    def collect(self) -> Iterable[Metric]:
+        yield from _turns()
+        yield from _attempts()
+        yield from _lane()
+        yield from _runs()
+
+
+def _turns() -> Iterable[Metric]:
+    counted = dict(ChatTurn.objects.order_by().values_list("state").annotate(Count("pk")))
+    ended = CounterMetricFamily("sluicegate_chat_turns", "Chat turns by their end state.", labels=["state"])
+    active = GaugeMetricFamily("sluicegate_chat_turns_active", "Chat turns that have not ended.", labels=["state"])
+    for state in TurnState:
+        (active if state in TURN_UNFINISHED else ended).add_metric([state], counted.get(state, 0))
+    return [ended, active]
+
+
+def _attempts() -> Iterable[Metric]:
+    attempts = ChatAttempt.objects.order_by()
+    ended = CounterMetricFamily(
+        "sluicegate_chat_attempts", "Calls to chat providers by how they ended.", labels=["state", "kind"]
+    )
+    fired = CounterMetricFamily(
+        "sluicegate_chat_watchdog_firings", "Attempts that the watchdog ended, by kind.", labels=["kind"]
+    )
+    for state, kind, number in attempts.values_list("end_state", "error_kind").annotate(Count("pk")):
+        ended.add_metric([state, kind], number)
+        if state in (TurnState.IDLE_TIMEOUT, TurnState.LIFETIME_EXCEEDED) or kind == "headers_timeout":
+            fired.add_metric([kind], number)
+    yield ended
+    yield fired
+    yield _histogram(
+        "sluicegate_chat_first_content_seconds",
+        "From an attempt's start to its first content.",
+        attempts,
+        "first_content_ms",
+        FIRST_CONTENT_MS,
+    )
+    yield _histogram(
+        "sluicegate_chat_longest_gap_seconds",
+        "The longest silence within an attempt.",
+        attempts,
+        "longest_gap_ms",
+        GAP_MS,
+    )
+
+
+def _lane() -> Iterable[Metric]:
+    depth = GaugeMetricFamily(
+        "sluicegate_lane_depth", "Embedding tasks that wait for their provider.", labels=["provider", "priority"]
+    )
+    wait = GaugeMetricFamily(
+        "sluicegate_lane_oldest_wait_seconds",
+        "How long the oldest of them has waited.",
+        labels=["provider", "priority"],
+    )
+    busy = GaugeMetricFamily("sluicegate_lane_dispatched", "Embedding tasks at their provider.", labels=["provider"])
+    now = timezone.now()
+    queued = _per_provider(TaskState.QUEUED)
+    dispatched = _per_provider(TaskState.DISPATCHED)
+    for provider, name in Provider.objects.order_by("name").values_list("pk", "name"):
+        for priority in TaskPriority:
+            number, oldest = queued.get((provider, priority), (0, None))
+            depth.add_metric([name, priority.name.lower()], number)
+            wait.add_metric([name, priority.name.lower()], (now - oldest).total_seconds() if oldest else 0.0)
+        busy.add_metric([name], sum(dispatched.get((provider, priority), (0, None))[0] for priority in TaskPriority))
+    return [depth, wait, busy]
+
+
+def _per_provider(state: TaskState) -> dict[tuple[int, int], tuple[int, datetime]]:
+    rows = EmbeddingTask.objects.filter(state=state).order_by().values_list("provider", "priority")
+    return {
+        (provider, priority): (number, oldest)
+        for provider, priority, number, oldest in rows.annotate(Count("pk"), Min("queued_at"))
+    }
+
+
+def _runs() -> Iterable[Metric]:
+    opened = CounterMetricFamily(
+        "sluicegate_circuits_opened", "Circuits that a final provider timeout has opened.", labels=["source"]
+    )
+    open_ones = RunCircuit.objects.filter(state=CircuitState.OPEN).order_by()
+    for source, number in open_ones.values_list("source_error_code").annotate(Count("pk")):
+        opened.add_metric([source], number)
+    runs = CounterMetricFamily("sluicegate_runs", "Runs by their status.", labels=["status"])
+    counted = dict(TenantRun.objects.order_by().values_list("status").annotate(Count("pk")))
+    for status in RunStatus:
+        runs.add_metric([status], counted.get(status, 0))
+    return [opened, runs]
+
+
+def _histogram(
+    name: str, words: str, rows: QuerySet[ChatAttempt], field: str, bounds_ms: Sequence[int]
+) -> HistogramMetricFamily:
+    """Cumulative counts of `field` (milliseconds) up to each bound, counted by the database; in seconds."""
+    known = rows.exclude(**{field: None})
+    within = {f"le_{bound}": Count("pk", filter=Q(**{f"{field}__lte": bound})) for bound in bounds_ms}
+    counts = known.aggregate(**within, total=Count("pk"), sum=Coalesce(Sum(field), 0))
+    buckets = [(str(bound / 1000), counts[f"le_{bound}"]) for bound in bounds_ms]
+    family = HistogramMetricFamily(name, words)
+    family.add_metric([], [*buckets, ("+Inf", counts["total"])], counts["sum"] / 1000)
+    return family

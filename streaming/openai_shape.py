@@ -1,0 +1,94 @@
+"""A turn in OpenAI's words: the completion, what stands in every chunk, and the error a turn that failed becomes (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from streaming import codes
+
+_PASSED_ON = frozenset({400, 413, 422, 429, 503})
+_GATEWAY_TIMEOUT_KINDS = frozenset({"headers_timeout", "retrieval_timeout"})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every object of one turn carries."""
+
+    turn: UUID
+    model: str
+    created_at: datetime
+
+    @property
+    def id(self) -> str:
+        return f"chatcmpl-{self.turn.hex}"
+
+    def chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk")
+
+    def completion(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, sources: list[Any]
+    ) -> dict[str, Any]:
+        """A whole `chat.completion`. `sources` is ours: the rows that an answer over knowledge was given."""
+        body = self._head("chat.completion") | {"choices": choices, "usage": usage}
+        return body | ({"sources": sources} if sources else {})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": int(self.created_at.timestamp()), "model": self.model}
+
+
+@dataclass(frozen=True)
+class OpenAIError:
+    """An error in OpenAI's shape, and the status and headers it travels with."""
+
+    status: int
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+    retry_after_ms: int | None = None
+    may_retry: bool = True
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.may_retry else {"x-should-retry": "false"}
+        if self.retry_after_ms is not None:
+            headers["retry-after"] = str(-(-self.retry_after_ms // 1000))
+        return headers
+
+
+def error_of(end: dict[str, Any]) -> OpenAIError:
+    """The error that an end event other than completed stands for. What we tried again is not the client's to retry."""
+    state, upstream = end["state"], end.get("status")
+    status = _status_of(state, end["error_kind"], end["error_code"], upstream)
+    message = end.get("message") or f"The answer ended as {state}."
+    return OpenAIError(
+        status,
+        message,
+        _type_of(status),
+        end["error_code"] or state,
+        retry_after_ms=end.get("retry_after_ms"),
+        may_retry=status in (429, 503) and end["error_code"] != codes.NO_WORKER,
+    )
+
+
+def _status_of(state: str, kind: str, code: str, upstream: int | None) -> int:
+    if state in ("idle_timeout", "lifetime_exceeded") or kind in _GATEWAY_TIMEOUT_KINDS:
+        return 504
+    if state == "provider_error" and upstream in _PASSED_ON:
+        return 400 if upstream == 422 else upstream
+    if state == "cancelled":
+        return 499
+    if state == "interrupted":
+        return 500 if code == codes.INTERNAL_ERROR else 503
+    return 502
+
+
+def _type_of(status: int) -> str:
+    if status in (400, 413, 422):
+        return "invalid_request_error"
+    return {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}.get(status, "api_error")

@@ -1,0 +1,114 @@
+"""What a running turn says, on its way to the log: deltas joined while they are close, the answer kept, its size bounded.
+
+On the loop, never waiting: the provider is read as fast as it sends (docs/architecture.md, Chat).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from streaming import events
+from streaming.answer import TEXT_FIELDS, Answer, Delta, joined, merged_logprobs
+from streaming.chunks import ChatDelta
+from streaming.event_writer import TurnLog
+
+JOIN_S = 0.020
+
+Listener = Callable[[str, int, dict[str, Any]], None]
+
+
+@dataclass
+class _Pending:
+    delta: Delta
+    logprobs: Any
+
+
+class Recorder:
+    """The events of one turn. `listener`, if there is one, hears each event as it is logged, on the loop."""
+
+    def __init__(self, log: TurnLog, characters_max: int, listener: Listener | None = None) -> None:
+        self.answer = Answer()
+        self.is_full = False
+        self._log = log
+        self._room = characters_max
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._attempt = 0
+        self._pending: dict[int, _Pending] = {}
+        self._said_at = float("-inf")
+        self._timer: asyncio.TimerHandle | None = None
+
+    def event(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
+        """Logs an event, after whatever was said before it."""
+        self.flush()
+        self._attempt = attempt
+        self._append(kind, data)
+
+    def delta(self, delta: ChatDelta) -> None:
+        """Takes one delta: logged at once if none was for 20 ms, else joined to its neighbours until then."""
+        said, logprobs = _said(delta)
+        pending = self._pending.get(delta.index)
+        if pending is not None and (both := joined(pending.delta, said)) is not None:
+            pending.delta, pending.logprobs = both, merged_logprobs(pending.logprobs, logprobs)
+        else:
+            if pending is not None:
+                self._emit(delta.index)
+            self._pending[delta.index] = _Pending(said, logprobs)
+        due = self._said_at + JOIN_S
+        if self._loop.time() >= due:
+            self.flush()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(due, self.flush)
+
+    def flush(self) -> None:
+        """Logs whatever is being joined."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._pending:
+            self._said_at = self._loop.time()
+            for choice in list(self._pending):
+                self._emit(choice)
+
+    def finish(self, choice: int, reason: str) -> None:
+        self.event(events.FINISH, self._attempt, {"choice": choice, "finish_reason": reason})
+        self.answer.finish(choice, reason)
+
+    def _emit(self, choice: int) -> None:
+        pending = self._pending.pop(choice)
+        if self.is_full:
+            return
+        delta = self._fitting(pending.delta)
+        data: dict[str, Any] = {"choice": choice, "offset": self.answer.offset(choice), "delta": delta}
+        if pending.logprobs:
+            data["logprobs"] = pending.logprobs
+        self.answer.add(choice, delta, pending.logprobs)
+        self.is_full = self.answer.characters >= self._room
+        self._append(events.DELTA, data)
+
+    def _fitting(self, delta: Delta) -> Delta:
+        """The delta with its text cut to the room that is left."""
+        left = self._room - self.answer.characters
+        return {
+            name: value[:left] if name in TEXT_FIELDS and isinstance(value, str) else value
+            for name, value in delta.items()
+        }
+
+    def _append(self, kind: str, data: dict[str, Any]) -> None:
+        self._log.append(kind, self._attempt, data)
+        if self._listener is not None:
+            self._listener(kind, self._attempt, data)
+
+
+def _said(delta: ChatDelta) -> tuple[Delta, Any]:
+    """What the provider's delta says, in its own fields, without the role and what is empty."""
+    if delta.is_plain:
+        return {"content": delta.text}, None
+    raw = delta.choice.get("delta") or {}
+    said = {name: value for name, value in raw.items() if name != "role" and value not in (None, "", [])}
+    if delta.text:
+        said["content"] = delta.text
+    return said, delta.choice.get("logprobs")

@@ -1,0 +1,58 @@
+"""Celery's doors to chat, all on the queue `chat`. A message that comes twice does nothing the second time."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+from celery import shared_task, signals
+from django.conf import settings
+from django.db import transaction
+from django.utils import timezone
+
+from embeddings import shutdown
+from streaming import claims, lost_turns, turn, turn_run
+from streaming.models import ChatTurn
+from streaming.states import TURN_ENDED, TurnState
+
+logger = logging.getLogger(__name__)
+
+_PURGED_AT_ONCE = 500
+
+
+@shared_task(name=turn.RUN_TURN)
+def run_turn(public_id: str) -> None:
+    """Runs a queued turn to its end."""
+    # A turn that is not claimed stays queued: another worker gets it, when it is rung again.
+    if shutdown.requested.is_set():
+        return
+    found = ChatTurn.objects.select_related("provider", "tenant").filter(public_id=public_id).first()
+    claim = turn.claim(found) if found is not None else None
+    if found is not None and claim is not None:
+        turn_run.run(found, claim)
+
+
+@shared_task(name="streaming.tick")
+def tick() -> None:
+    """Ends turns whose worker is gone, and rings again for those that stand queued."""
+    for found in lost_turns.unfinished_worth_a_look():
+        if found.state == TurnState.QUEUED:
+            turn.ring_again(found)
+        else:
+            lost_turns.end_lost(found)
+
+
+@shared_task(name="streaming.purge")
+def purge() -> None:
+    """Deletes turns that ended longer ago than RETENTION_DAYS, some at a time."""
+    before = timezone.now() - timedelta(days=settings.RETENTION_DAYS)
+    old = ChatTurn.objects.filter(ended_at__lt=before, state__in=TURN_ENDED).values_list("pk", flat=True)
+    while keys := list(old[:_PURGED_AT_ONCE]):
+        with transaction.atomic():
+            ChatTurn.objects.filter(pk__in=keys).delete()
+
+
+@signals.worker_shutting_down.connect(dispatch_uid="chat-turns-end-as-interrupted")
+def _end_turns(**_: Any) -> None:
+    claims.shut_down()
