@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import numpy as np
-import redis
 
 from embeddings import valkey
 
@@ -33,7 +32,7 @@ def announce(task_id: int) -> None:
             pipeline.lpush(_key(task_id), b"1")
             pipeline.expire(_key(task_id), _TTL_S)
             pipeline.execute()
-    except redis.RedisError as error:
+    except valkey.UNREACHABLE as error:
         logger.warning("a waiting caller could not be woken (%s): it looks at the row", type(error).__name__)
 
 
@@ -41,7 +40,7 @@ def wait(task_id: int, seconds: float) -> None:
     """Waits for the announcement, `seconds` at most; returns early or late, the caller looks at the row."""
     try:
         valkey.client().blpop([_key(task_id)], timeout=seconds)
-    except redis.RedisError:
+    except valkey.UNREACHABLE:
         time.sleep(min(seconds, 0.2))
 
 

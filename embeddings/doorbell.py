@@ -10,6 +10,8 @@ from celery import current_app
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
+from embeddings import valkey
+
 logger = logging.getLogger(__name__)
 
 _SAY_AGAIN_AFTER_S = 60.0
@@ -27,8 +29,9 @@ def ring(task_name: str, *arguments: Any) -> None:
 
 def _send(task_name: str, arguments: tuple[Any, ...]) -> None:
     try:
+        valkey.ensure_server()
         current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, expires=3600)
-    except (OperationalError, OSError) as error:
+    except (OperationalError, *valkey.UNREACHABLE) as error:
         _say_unrung(error)
 
 

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 
-from celery import Celery
+from celery import Celery, signals
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
 
 app = Celery("sluicegate")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()
+
+_POOL = "celery.concurrency.thread:TaskPool"
+
+
+@signals.worker_init.connect
+def _prepare_worker(sender: Any, **_: Any) -> None:
+    """Refuses another pool than threads, finds the broker, and imports what the first task would otherwise wait for."""
+    pool = getattr(sender, "pool_cls", None)
+    if f"{getattr(pool, '__module__', '')}:{getattr(pool, '__name__', '')}" != _POOL:
+        raise SystemExit("Sluicegate's workers run threads over one loop a process: start the worker with -P threads.")
+    from embeddings import valkey
+
+    valkey.ensure_server()
+    importlib.import_module("openai")
+
+
+@signals.worker_shutting_down.connect
+def _stop_waiting(**_: Any) -> None:
+    """Whoever waits for a provider gives its task back, so that a worker is down within seconds."""
+    from embeddings import shutdown
+
+    shutdown.requested.set()

@@ -109,6 +109,8 @@ CELERY_TASK_ROUTES = {
     "embeddings.*": {"queue": "sweeps"},
     "streaming.*": {"queue": "chat"},
 }
+CELERY_WORKER_POOL = "threads"
+CELERY_WORKER_CONCURRENCY = 16
 CELERY_WORKER_PREFETCH_MULTIPLIER = 1
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_ENABLE_REMOTE_CONTROL = True
