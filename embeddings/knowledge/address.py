@@ -10,7 +10,7 @@ from embeddings.knowledge.git import SourceRefused
 
 _MAX_LENGTH = 1_000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_HOST = re.compile(r"[A-Za-z0-9\[]([A-Za-z0-9.:\]-]*[A-Za-z0-9\]])?")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SCP_LIKE = re.compile(r"(?:(?P<user>[^@/:]*)@)?(?P<host>[^@/:]+):(?P<path>[^:].*)")
 _REF_FORBIDDEN = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|^[-/.]|\.lock(/|$)|[./]$|^@$")
@@ -94,7 +94,8 @@ def _check_user(url: SplitResult) -> None:
 
 def _validate_scp_like(source: str, match: re.Match[str]) -> str:
     user, host, path = match["user"], match["host"], match["path"]
-    if user is not None and not _USER.fullmatch(user):
+    # "name:password@host:path" reads as a path on the host "name".
+    if (user is None and "@" in path) or (user is not None and not _USER.fullmatch(user)):
         raise SourceRefused("an ssh source carries a plain user name and no password")
     if not _HOST.fullmatch(host) or path.startswith("-"):
         raise SourceRefused("an ssh source names a host and a path")
