@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX_BYTES = 200
 PREFIX_S = 0.5
+_TRANSPORT_ERRORS = openai.APIConnectionError | httpx2.HTTPError | httpx2.StreamError | httpx2.InvalidURL | OSError
 # What the pipeline says itself; the rest of a request passes through as it is.
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "stream_options"})
 
@@ -112,11 +113,8 @@ class ChatAttempt:
 
     async def _run(self) -> AsyncGenerator[ChatDelta, None]:
         logger.info("%s starts: model=%s %s", self._label, self._config.model, self._config.budgets.describe())
-        parameters = self._parameters()
-        client = _acquire(self._config)
-        call = client.sdk.chat.completions.with_streaming_response.create(**parameters)
         try:
-            async with aclosing(self._guarded(call)) as deltas:
+            async with _client_of(self._config) as sdk, aclosing(self._reply(sdk)) as deltas:
                 async for delta in deltas:
                     yield delta
         except (asyncio.CancelledError, GeneratorExit) as error:
@@ -127,15 +125,23 @@ class ChatAttempt:
             if not isinstance(self._error, ChatStreamError | None):
                 raise
         finally:
-            self._guard.stop()
-            await close_within(partial(call.__aexit__, None, None, None), CLEANUP_S)
-            await _release(client)
             self._conclude()
 
-    async def _guarded(self, call: Any) -> AsyncGenerator[ChatDelta, None]:
-        """The deltas of the reply. Raises whatever ended it, if that was not its end."""
-        response = await self._guard.wait(call.__aenter__())
-        self._response = http = response.http_response
+    async def _reply(self, sdk: openai.AsyncOpenAI) -> AsyncGenerator[ChatDelta, None]:
+        """Sends the request and gives the reply's deltas; whatever happens, its connection is free afterwards."""
+        call = sdk.chat.completions.with_streaming_response.create(**self._parameters())
+        try:
+            response = await self._guard.wait(call.__aenter__())
+            self._response = response.http_response
+            async with aclosing(self._stream(response.http_response)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._guard.stop()
+            await close_within(partial(call.__aexit__, None, None, None), CLEANUP_S)
+
+    async def _stream(self, http: httpx2.Response) -> AsyncGenerator[ChatDelta, None]:
+        """The deltas of a stream. Raises whatever ended it, unless it ended well."""
         await self._check_is_stream(http)
         self._clock.headers_arrived()
         body = http.aiter_bytes() if http.headers.get("content-encoding") else http.aiter_raw()
@@ -204,7 +210,7 @@ class ChatAttempt:
             typed = ProtocolError(error.kind, str(error))
         elif isinstance(error, openai.APIStatusError):
             typed = self._status_error(error)
-        elif isinstance(error, openai.APIConnectionError | httpx2.HTTPError | httpx2.StreamError | OSError):
+        elif isinstance(error, _TRANSPORT_ERRORS):
             typed = typed_transport_error(error)
         if isinstance(typed, ChatStreamError) and self._reader.is_finished:
             return None
@@ -286,20 +292,24 @@ async def close_clients() -> None:
         await _close_if_unused(client)
 
 
-def _acquire(config: ProviderConfig) -> _Client:
+@asynccontextmanager
+async def _client_of(config: ProviderConfig) -> AsyncIterator[openai.AsyncOpenAI]:
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     client = clients.get(config.provider_id)
     if client is None or client.reached_by != (config.base_url, config.api_key):
-        if client is not None:
-            client.is_replaced = True
-        client = clients[config.provider_id] = _new_client(config)
+        replaced, client = client, _new_client(config)
+        clients[config.provider_id] = client
+    else:
+        replaced = None
     client.users += 1
-    return client
-
-
-async def _release(client: _Client) -> None:
-    client.users -= 1
-    await _close_if_unused(client)
+    try:
+        if replaced is not None:
+            replaced.is_replaced = True
+            await _close_if_unused(replaced)
+        yield client.sdk
+    finally:
+        client.users -= 1
+        await _close_if_unused(client)
 
 
 async def _close_if_unused(client: _Client) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cache
 from typing import Any
 
 import httpx2
@@ -28,7 +29,7 @@ def http_client() -> httpx2.AsyncClient:
     """A client that sends nothing which its caller did not ask for, and holds little of what an error reply says."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
     return httpx2.AsyncClient(
-        transport=_BoundedErrors(trust_env=False, limits=limits),
+        transport=_BoundedErrors(verify=_tls(), trust_env=False, limits=limits),
         trust_env=False,
         follow_redirects=False,
         timeout=None,
@@ -88,6 +89,12 @@ def retry_after_ms(headers: httpx2.Headers) -> int | None:
         return None
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     return max(0, round((at - datetime.now(UTC)).total_seconds() * 1000))
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Reading the authorities takes 40 ms, in which the loop would stand still: once is enough."""
+    return httpx2.create_ssl_context(trust_env=False)
 
 
 class _BoundedErrors(httpx2.AsyncHTTPTransport):
