@@ -8,6 +8,8 @@ import pytest
 from django.conf import settings
 from django.db import connection
 
+from tests.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
+
 
 @pytest.fixture(scope="session")
 def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix):
