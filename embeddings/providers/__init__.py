@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from embeddings.providers.base import EmbeddingProvider
+from embeddings.providers.gemini import GeminiProvider
+from embeddings.providers.ollama import OllamaProvider
 from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from embeddings.states import ProviderKind
 
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-_KINDS = {ProviderKind.OPENAI_COMPATIBLE: OpenAICompatibleProvider}
+_KINDS: dict[ProviderKind, Callable[[Provider], EmbeddingProvider]] = {
+    ProviderKind.OPENAI_COMPATIBLE: OpenAICompatibleProvider,
+    ProviderKind.OLLAMA: OllamaProvider,
+    ProviderKind.GEMINI: GeminiProvider,
+}
 
 _lock = threading.Lock()
 _adapters: dict[tuple[int, int, int], EmbeddingProvider] = {}

@@ -71,6 +71,11 @@ def api_key(provider: Provider) -> str:
     return key
 
 
+def bearer(key: str) -> dict[str, str]:
+    """The key as a header; none where there is no key."""
+    return {} if key == NO_KEY else {"Authorization": f"Bearer {key}"}
+
+
 def scrubbed(body: str, *secrets: str) -> str:
     """A provider's own words, fit for a row or a log: one line, bounded, without our key."""
     for secret in secrets:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from embeddings.errors import DimensionMismatch, ReplyNotFinite, ReplyRefused
+from embeddings.providers.base import scrubbed
+
+
+def listed(body: bytes, field: str | None, secret: str) -> list[Any]:
+    """The list in the body's `field` (None: the body itself). Raises ReplyRefused, which quotes the body without the secret."""
+    try:
+        found = json.loads(body) if field is None else json.loads(body)[field]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        said = scrubbed(body[:500].decode("utf-8", "replace"), secret)
+        raise ReplyRefused(f"not an embedding reply: {said}") from None
+    if not isinstance(found, list):
+        raise ReplyRefused(f"not an embedding reply: its {field or 'body'} is no list")
+    return found
 
 
 def bind(embeddings: Sequence[Any], expected: int, dimensions: int | None) -> np.ndarray:

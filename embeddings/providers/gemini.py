@@ -1,0 +1,137 @@
+"""Gemini: `POST {base_url}/models/{model}:batchEmbedContents`, Google's own REST interface (docs/decisions/0004-gemini.md).
+
+A remote service, unqueued and uncapped: this kind makes no queued-provider guarantee. Several repositories may be in
+flight when one of them times out; the timeout notifies nobody and opens no circuit, and each outcome stands for itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import httpx2
+import numpy as np
+
+from embeddings.errors import (
+    ProviderBusy,
+    ProviderConfigurationError,
+    ProviderError,
+    ProviderUnauthorized,
+    ReplyRefused,
+)
+from embeddings.providers.base import NO_KEY, EmbeddingCall, RawReply, api_key, scrubbed
+from embeddings.providers.replies import bind, listed
+from embeddings.providers.retries import of_status, with_retries
+from embeddings.providers.transport import (
+    http_client,
+    of_transport,
+    post_json,
+    retry_after_ms,
+    watch_departure,
+    within_deadline,
+)
+from embeddings.timeouts import ProviderTimeoutError
+
+if TYPE_CHECKING:
+    from embeddings.models import Provider
+
+# The service's own limit on one request.
+TEXTS_MAX = 100
+# A wrong key is a 400 here, told from a refused text by the machine's reason in the error's details.
+_KEY_REASONS = frozenset({"API_KEY_INVALID", "API_KEY_SERVICE_BLOCKED"})
+
+
+class GeminiProvider:
+    """One configured project of Google's; its client lives on the process's loop."""
+
+    # Vectors come as floats: there is no format to refuse.
+    refuses_base64 = False
+
+    def __init__(self, provider: Provider) -> None:
+        self._base_url = provider.base_url
+        self._key = api_key(provider)
+        self._key_name = provider.api_key_env
+        if self._key == NO_KEY:
+            raise ProviderConfigurationError(
+                f"provider {provider.name} needs a key: name its variable with --api-key-env", calls=0
+            )
+        self._client = http_client()
+
+    async def embed(self, call: EmbeddingCall) -> RawReply:
+        """Sends at most `TEXTS_MAX` texts a request, one after another; the reply's body is the list of their bodies."""
+        watch_departure(call.left)
+        bodies: list[bytes] = []
+        calls = 0
+        for start in range(0, len(call.texts), TEXTS_MAX):
+            try:
+                reply = await self._part(call, call.texts[start : start + TEXTS_MAX])
+            except (ProviderError, ProviderTimeoutError) as error:
+                error.calls += calls
+                raise
+            bodies.append(reply.body)
+            calls += reply.calls
+        return RawReply(b"[" + b",".join(bodies) + b"]", calls)
+
+    def decode(self, reply: RawReply, expected: int, dimensions: int | None) -> np.ndarray:
+        vectors: list[Any] = []
+        for part in listed(reply.body, None, self._key):
+            items = part.get("embeddings") if isinstance(part, dict) else None
+            if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+                raise ReplyRefused("not an embedding reply: it has no list of embeddings")
+            vectors += [item.get("values") for item in items]
+        return bind(vectors, expected, dimensions)
+
+    async def _part(self, call: EmbeddingCall, texts: Sequence[str]) -> RawReply:
+        return await with_retries(call, lambda: self._request(call, texts))
+
+    async def _request(self, call: EmbeddingCall, texts: Sequence[str]) -> bytes:
+        model = call.model.removeprefix("models/")
+        # Each text is a content of its own: parts of one content would come back fused into one vector.
+        requests = [{"model": f"models/{model}", "content": {"parts": [{"text": text}]}} for text in texts]
+        url = f"{self._base_url}/models/{quote(model, safe='')}:batchEmbedContents"
+        posted = post_json(self._client, url, {"requests": requests}, {"x-goog-api-key": self._key}, call.deadline_s)
+        try:
+            response = await within_deadline(posted, call.deadline_s, ProviderTimeoutError)
+        except httpx2.RequestError as error:
+            raise of_transport(error, call.deadline_s, ProviderTimeoutError) from error
+        if response.status_code != httpx2.codes.OK:
+            raise self._of_status(response)
+        return response.content
+
+    def _of_status(self, response: httpx2.Response) -> ProviderError:
+        error = _error(response)
+        said = scrubbed(str(error.get("message") or response.text), self._key)
+        details = [detail for detail in error.get("details") or () if isinstance(detail, dict)]
+        if any(detail.get("reason") in _KEY_REASONS for detail in details):
+            return ProviderUnauthorized(
+                f"the provider answered {response.status_code}: {said} (its key comes from {self._key_name})",
+                status=response.status_code,
+            )
+        refused = of_status(response.status_code, said, self._key_name, retry_after_ms(response.headers))
+        if isinstance(refused, ProviderBusy) and refused.retry_after_ms is None:
+            refused.retry_after_ms = _retry_delay_ms(details)
+        return refused
+
+
+def _error(response: httpx2.Response) -> dict[str, Any]:
+    """Google's `{"error": {"code", "message", "status", "details"}}`; empty where the answer is something else."""
+    try:
+        body = json.loads(response.content)
+    except ValueError:
+        return {}
+    error = body.get("error") if isinstance(body, dict) else None
+    return error if isinstance(error, dict) else {}
+
+
+def _retry_delay_ms(details: Sequence[dict[str, Any]]) -> int | None:
+    """The patience that Google asks for in the body, such as `"retryDelay": "34s"`."""
+    for detail in details:
+        delay = detail.get("retryDelay")
+        if isinstance(delay, str) and delay.endswith("s"):
+            try:
+                return max(0, int(float(delay[:-1]) * 1000))
+            except (ValueError, OverflowError):
+                continue
+    return None

@@ -1,0 +1,145 @@
+"""What every kind's transport has in common: our own bounded HTTP client, its deadline, and its failures by type.
+
+Nothing here is decided by an error's text. A provider hands in how its own timeout is called, and gets back typed errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from threading import Event
+from typing import Any, TypeVar
+
+import httpx2
+
+from embeddings.errors import OwnTimeout, ProviderUnreachable, ReplyRefused
+from embeddings.timeouts import ETIMEDOUT, ProviderTimeoutError
+
+T = TypeVar("T")
+TimedOut = Callable[[str], ProviderTimeoutError]
+
+REPLY_BYTES_MAX = 256 * 1024 * 1024
+CONNECT_TIMEOUT_S = 10.0
+# A deadline that fires this late was not reached by the server's silence but by a loop of ours that stood still.
+LOOP_LAG_MAX_S = 1.0
+
+_left: ContextVar[Event | None] = ContextVar("left", default=None)
+
+
+def http_client() -> httpx2.AsyncClient:
+    """A client that reads no proxies or keys from the environment, and re-posts a tenant's text nowhere else."""
+    return httpx2.AsyncClient(
+        transport=_BoundedTransport(limits=httpx2.Limits(max_connections=None, max_keepalive_connections=8)),
+        trust_env=False,
+        follow_redirects=False,
+        timeout=None,
+    )
+
+
+def watch_departure(left: Event) -> None:
+    """Sets `left` once the body of a request that this coroutine sends from now on is out."""
+    _left.set(left)
+
+
+def timeouts(deadline_s: float) -> httpx2.Timeout:
+    """Each gap's own bound; the total deadline is `within_deadline`'s. Our pool is never a reason to fail."""
+    return httpx2.Timeout(deadline_s, connect=min(CONNECT_TIMEOUT_S, deadline_s), pool=None)
+
+
+async def within_deadline(request: Coroutine[Any, Any, T], deadline_s: float, timed_out: TimedOut) -> T:
+    """One HTTP request under its total deadline: a dripping body defeats a read timeout alone.
+
+    Raises `timed_out(...)`, or OwnTimeout where this process stood still past the deadline.
+    """
+    scope = asyncio.timeout(deadline_s)
+    try:
+        async with scope:
+            return await request
+    except TimeoutError as error:
+        lag = asyncio.get_running_loop().time() - (scope.when() or 0)
+        if lag > LOOP_LAG_MAX_S:
+            raise OwnTimeout("this process stood still past the call's deadline") from error
+        raise timed_out(f"no complete reply within {deadline_s:g} s") from error
+
+
+async def post_json(
+    client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], headers: Mapping[str, str], deadline_s: float
+) -> httpx2.Response:
+    """The response, read whole, whatever its status. Raises httpx2's own errors, for `of_transport`."""
+    return await client.post(url, json=body, headers=dict(headers), timeout=timeouts(deadline_s))
+
+
+def of_transport(error: Exception, deadline_s: float, timed_out: TimedOut) -> Exception:
+    """The typed error of a request that got no whole answer; the caller raises it `from` the transport's own."""
+    causes = list(_causes(error))
+    if any(isinstance(cause, httpx2.PoolTimeout) for cause in causes):
+        return OwnTimeout("our own connection pool had no connection free")
+    if any(isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT for cause in causes):
+        return ProviderTimeoutError("the connection timed out", code=ETIMEDOUT)
+    if any(isinstance(cause, httpx2.TimeoutException) for cause in causes):
+        return timed_out(f"no answer within {deadline_s:g} s")
+    for cause in causes:
+        if isinstance(cause, ReplyRefused):
+            return cause
+    return ProviderUnreachable(f"no answer from the provider: {type(causes[-1]).__name__}")
+
+
+def retry_after_ms(headers: httpx2.Headers) -> int | None:
+    """`Retry-After` in seconds or as a date; None where it is absent or makes no sense."""
+    raw = headers.get("retry-after", "").strip()
+    if raw.isdecimal() and raw.isascii():
+        return int(raw[:9]) * 1000
+    try:
+        at = parsedate_to_datetime(raw)
+    except (TypeError, ValueError):
+        return None
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return max(0, int((at - datetime.now(UTC)).total_seconds() * 1000))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    """Refuses a body over `REPLY_BYTES_MAX`, on errors too: a server's reply never fills our memory."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if left := _left.get():
+            request.extensions["trace"] = _note_departure(left)
+        response = await super().handle_async_request(request)
+        response.stream = _BoundedStream(response.stream)
+        return response
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        received = 0
+        async for part in self._stream:
+            received += len(part)
+            if received > REPLY_BYTES_MAX:
+                raise ReplyRefused(f"the reply is over {REPLY_BYTES_MAX} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def _note_departure(left: Event) -> Any:
+    async def trace(event: str, _: Any) -> None:
+        if event.endswith("send_request_body.complete"):
+            left.set()
+
+    return trace
