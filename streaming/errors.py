@@ -95,7 +95,7 @@ class StreamLifetimeExceededError(StreamTimeoutError):
 
 
 class FinishGraceElapsedError(StreamTimeoutError):
-    """Everything had finished, and what might still follow did not come in time. The answer is complete."""
+    """The last word was said, and what might still follow did not come in time: an end, and no failure."""
 
     code = "STREAM_FINISH_GRACE_ELAPSED"
     end_state = EndState.COMPLETED
@@ -113,7 +113,7 @@ class ProviderStatusError(ChatStreamError):
     def __init__(
         self, status: int, detail: str, *, provider_code: str | None = None, retry_after_ms: int | None = None
     ) -> None:
-        super().__init__(f"the provider answered {status}: {detail}")
+        super().__init__(f"the provider answered {status}: {detail}" if detail else f"the provider answered {status}")
         self.status = status
         self.detail = detail
         self.provider_code = provider_code

@@ -204,7 +204,7 @@ class ChatAttempt:
         return deltas
 
     def _typed(self, error: Exception) -> BaseException | None:
-        """The error by which the attempt ended; None if everything had been said before it came."""
+        """The error by which the attempt ended; whatever comes after the last word ends it as the stream's own end does."""
         typed: Exception = error
         if isinstance(error, SseDecodeError):
             typed = ProtocolError(error.kind, str(error))
@@ -212,8 +212,9 @@ class ChatAttempt:
             typed = self._status_error(error)
         elif isinstance(error, _TRANSPORT_ERRORS):
             typed = typed_transport_error(error)
-        if isinstance(typed, ChatStreamError) and self._reader.is_finished:
-            return None
+        reader = self._reader
+        if isinstance(typed, ChatStreamError) and (reader.is_finished or reader.is_done):
+            return reader.truncation(lenient=self._config.lenient)
         if isinstance(typed, TransportError):  # Its classification may look at the causes; no other's should.
             typed.__cause__ = error
         return typed

@@ -172,14 +172,14 @@ class StreamGuard:
     def _user_cancelled(self) -> bool:
         try:
             return self._is_cancelled()
-        except Exception as error:  # noqa: BLE001 - a raising timer callback would leave the stream unguarded
+        except Exception as error:  # A raising timer callback would leave the stream unguarded.
             logger.error("is_cancelled raised %s", type(error).__name__)
             return False
 
     def _abort(self) -> None:
         try:
             self._abort_request()
-        except Exception as error:  # noqa: BLE001 - aborting is clean-up: it never replaces its reason
+        except Exception as error:  # Aborting is clean-up: it never replaces its reason.
             logger.warning("abort_request raised %s", type(error).__name__)
 
 
@@ -219,5 +219,5 @@ async def close_within(close: Callable[[], Awaitable[Any]] | None, bound_s: floa
 async def _logged(close: Callable[[], Awaitable[Any]]) -> None:
     try:
         await close()
-    except Exception as error:  # noqa: BLE001 - a clean-up's failure must not hide the reason for it
+    except Exception as error:  # A clean-up's failure must not hide the reason for it.
         logger.debug("closing a stream raised %s", type(error).__name__)

@@ -195,7 +195,7 @@ STREAMS = st.one_of(EVENTFUL, st.binary(max_size=80), st.binary(max_size=20).fla
 @given(stream=STREAMS, cuts=st.lists(st.integers(0, 400), max_size=12))
 @example(stream=b"\xef\xbb\xbf" + b"y" * 23, cuts=[1, 2, 25])
 @example(stream=b"data: a\r\ndata: b\r\n\r\n", cuts=[8, 17, 18, 19])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_cut_gives_the_same_events_or_the_same_named_error(stream, cuts):
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     packets = [stream[a:b] for a, b in itertools.pairwise(edges)]
@@ -205,7 +205,7 @@ def test_any_cut_gives_the_same_events_or_the_same_named_error(stream, cuts):
 
 
 @given(stream=STREAMS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_events_are_those_of_a_plain_reading_of_the_format(stream):
     events, code, _ = decode(bytewise(stream), SseLimits())
     expected, expected_code = plainly(stream)
