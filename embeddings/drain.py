@@ -21,7 +21,7 @@ from django.db.models import F
 
 from embeddings import codes, delivery, doorbell, gates, leases, shutdown, task_queue
 from embeddings.durably import durably
-from embeddings.errors import ProviderBusy, ProviderError, SluicegateError, TextRefused
+from embeddings.errors import ProviderBusy, ProviderConfigurationError, ProviderError, SluicegateError, TextRefused
 from embeddings.knowledge import batches, store
 from embeddings.knowledge.batches import Batch
 from embeddings.models import EmbeddingTask, Provider, RepositoryOutcome
@@ -105,7 +105,22 @@ class _Drain:
 
     def _admit(self) -> Dispatched | None:
         self._reread()
-        return self.gate.admit(self.provider)
+        try:
+            task = self.gate.admit(self.provider)
+        except ProviderConfigurationError as error:
+            self._fail_queued(error)
+            return None
+        if task is not None and task_queue.stands_idle(self.provider.pk):
+            # One drain carries one call: where the gate would let another through, another drain is wanted.
+            doorbell.ring(doorbell.DRAIN, self.provider.pk)
+        return task
+
+    def _fail_queued(self, error: ProviderConfigurationError) -> None:
+        """Nothing can be admitted until someone mends the row: what waits hears so by name, rather than for ever."""
+        for task in task_queue.fail_queued(self.provider.pk, error.code, str(error)):
+            if task.is_interactive:
+                delivery.announce(task.id)
+            self.controls.on_task_ended(task)
 
     def _reread(self) -> None:
         """Takes up a configuration that was changed since."""
@@ -186,7 +201,9 @@ class _Drain:
                 break
             if self.controls.should_stop():
                 call.future.cancel()
-                task_queue.give_back(call.task)
+                # The call has ended with its slot, also where the task was removed before.
+                if not task_queue.give_back(call.task):
+                    task_queue.release_slot(call.task)
                 raise _GivenUp
             if self.gate.cancels_calls and _was_removed(call.task):
                 call.future.cancel()
@@ -210,7 +227,8 @@ class _Drain:
 
     def _late(self, call: _Call, reply: RawReply) -> None:
         """The task was cancelled or lost while the call was out. Its slot comes free; of a fenced holder nothing is kept."""
-        if task_queue.release_slot(call.task) and self.gate.keeps_late_replies:
+        kept = self.gate.keeps_late_replies and not call.task.is_interactive
+        if task_queue.release_slot(call.task) and kept:
             self._keep_late(_Answered(call.task, call.batch, call.adapter, reply))
 
     def _keep_late(self, answered: _Answered) -> None:
@@ -303,8 +321,10 @@ class _Drain:
 
     def _fail(self, task: Dispatched, error: Exception) -> None:
         code = getattr(error, "code", None) or codes.STORE_FAILED
-        on_provider_timeout = self.controls.on_provider_timeout_for(task)
-        self.gate.finish(task, error, str(code), on_provider_timeout)
+        if self.gate.finish is None:
+            task_queue.fail(task, str(code), str(error))
+        else:
+            self.gate.finish(task, error, str(code), self.controls.on_provider_timeout_for(task))
         if task.is_interactive:
             delivery.announce(task.id)
 

@@ -18,6 +18,8 @@ from embeddings.states import RUN_UNFINISHED
 # How long work may lie undone beside a free slot before the follower steps in.
 STEP_IN_AFTER_S = 1.0
 _ADVANCE_EVERY_S = 1.0
+# A drain carries one call at a time: so many of them a provider with several slots gets from one follower.
+_DRAINS_MAX = 8
 
 OnProgress = Callable[[list[TenantRun]], None]
 
@@ -53,14 +55,14 @@ class _Idle:
 
 
 class _StepIn:
-    """The follower's own hands: one drain per provider, and as many scans as a run may have at once."""
+    """The follower's own hands: a drain for each slot that stands idle, and as many scans as a run may have at once."""
 
     def __init__(self, run_ids: list[int]) -> None:
         self.run_ids = run_ids
         self.pause = threading.Event()
         self._leave = threading.Event()
         self._idle = _Idle()
-        self._at_work: dict[tuple[str, int], Future[None]] = {}
+        self._at_work: dict[tuple[str, int], list[Future[None]]] = {}
         self._advanced_at = 0.0
         self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="sluicegate-follow")
 
@@ -88,15 +90,17 @@ class _StepIn:
 
     def _step_in_draining(self, provider_id: int) -> None:
         if self._idle.long_enough(("drain", provider_id), task_queue.stands_idle(provider_id)):
-            self._start(("drain", provider_id), lambda: self._drain(provider_id))
+            self._start(("drain", provider_id), lambda: self._drain(provider_id), at_most=_DRAINS_MAX)
 
-    def _start(self, key: tuple[str, int], work: Callable[[], None]) -> None:
-        running = self._at_work.get(key)
-        if running is None or running.done():
-            if running is not None:
-                # What the last one raised is the follower's own to hear.
-                running.result()
-            self._at_work[key] = self._pool.submit(_with_own_connection, work)
+    def _start(self, key: tuple[str, int], work: Callable[[], None], at_most: int = 1) -> None:
+        """Starts the work unless `at_most` are at it already."""
+        at_work = self._at_work.setdefault(key, [])
+        for ended in [future for future in at_work if future.done()]:
+            at_work.remove(ended)
+            # What it raised is the follower's own to hear.
+            ended.result()
+        if len(at_work) < at_most:
+            at_work.append(self._pool.submit(_with_own_connection, work))
 
     def _scan(self, run_id: int) -> None:
         while not self._leave.is_set() and sweep.scan_next(run_id):

@@ -15,19 +15,18 @@ from embeddings.timeouts import OnProviderTimeout, notify_provider_timeout
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-SLOTS = 1
 cancels_calls = True
 keeps_late_replies = False
 
 
 def admit(provider: Provider) -> Dispatched | None:
     """Dispatches the next task if the lane is free."""
-    return task_queue.admit(provider.pk, SLOTS, "fair")
+    return task_queue.admit(provider.pk, _one, "fair")
 
 
 def settle_and_admit(provider: Provider, task: Dispatched) -> tuple[bool, Dispatched | None]:
     """After a reply: frees the lane and dispatches the next task in one transaction; says whether the reply counts."""
-    return task_queue.settle_and_admit(task, SLOTS, "fair")
+    return task_queue.settle_and_admit(task, _one, "fair")
 
 
 def likely_next(provider: Provider) -> int | None:
@@ -44,3 +43,8 @@ def finish(task: Dispatched, error: Exception, code: str, on_provider_timeout: O
         return False
     notify_provider_timeout(error, on_provider_timeout)
     return task_queue.fail(task, code, str(error))
+
+
+def _one(cap: object) -> int:
+    """A lane is single-file whatever the row says."""
+    return 1

@@ -83,6 +83,11 @@ def record(outcome: RepositoryOutcome) -> None:
         Repository.objects.filter(pk=repository.pk).update(**changes)
 
 
+def recount(outcome: RepositoryOutcome) -> None:
+    """Writes the totals of a recorded outcome anew; its decision stands."""
+    RepositoryOutcome.objects.filter(pk=outcome.pk, is_recorded=True).update(**_totals(outcome))
+
+
 def _totals(outcome: RepositoryOutcome) -> dict[str, object]:
     generation = outcome.run.generation_id
     rows = KnowledgeRow.objects.filter(repository=outcome.repository_id, generation=generation)

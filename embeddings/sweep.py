@@ -318,7 +318,11 @@ def after_task(task: Dispatched) -> None:
     if task.outcome_id is None or task.run_id is None:
         return
     settle_outcome(task.outcome_id)
-    if RepositoryOutcome.objects.filter(pk=task.outcome_id, is_recorded=False).exclude(status__in=_ACTIVE).exists():
+    outcome = RepositoryOutcome.objects.select_related("run").get(pk=task.outcome_id)
+    if outcome.is_recorded:
+        # A call that was out when its outcome was decided still stored what it earned.
+        outcomes.recount(outcome)
+    elif outcome.status not in _ACTIVE:
         advance(task.run_id)
 
 

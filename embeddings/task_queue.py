@@ -11,7 +11,7 @@ never the provider. Every way into `queued` reads the run's `dispatch_allowed` i
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ from django.db.models import Q
 from django.utils import timezone
 
 from embeddings import codes
-from embeddings.errors import DispatchNotAllowed
+from embeddings.errors import DispatchNotAllowed, ProviderConfigurationError
 from embeddings.models import EmbeddingTask
 from embeddings.states import TASK_UNSETTLED, TaskPriority, TaskState
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LOSSES_MAX = 3
 Order = Literal["fair", "fifo"]
+# From the cap as the locked row holds it to how many tasks may be at the provider (None: any number).
+Slots = Callable[[object], int | None]
 
 
 @dataclass(frozen=True)
@@ -111,19 +113,19 @@ def lock_run(run_id: int) -> LockedRun:
 
 
 # --- admitting ------------------------------------------------------------------------------------------------------
-def admit(provider_id: int, slots: int | None, order: Order) -> Dispatched | None:
+def admit(provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
     """Reclaims lost leases and dispatches the next task, if a slot is free: one transaction under the provider's lock.
 
-    `slots` is the cap on tasks at the provider (None: no cap). `fair`: the outcome least recently dispatched first;
-    `fifo`: as they were put. Interactive tasks go first, but a batch that has been overtaken for
-    `LANE_BATCH_MAX_WAIT_MS` goes next.
+    `slots` judges the provider's cap, read anew each time, and may raise ProviderConfigurationError. `fair`: the outcome
+    least recently dispatched first; `fifo`: as they were put. Interactive tasks go first, but a batch that has been
+    overtaken for `LANE_BATCH_MAX_WAIT_MS` goes next.
     """
     with transaction.atomic(), connection.cursor() as cursor:
         _relax_commit(cursor)
         return _admit(cursor, provider_id, slots, order)
 
 
-def settle_and_admit(task: Dispatched, slots: int | None, order: Order) -> tuple[bool, Dispatched | None]:
+def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool, Dispatched | None]:
     """A reply came: the task is answered, its slot free, and the next task dispatched, in one transaction.
 
     Says whether the task was still held; the lease is renewed and kept until the vectors are stored.
@@ -132,17 +134,21 @@ def settle_and_admit(task: Dispatched, slots: int | None, order: Order) -> tuple
         _relax_commit(cursor)
         _lock_provider(cursor, task.provider_id)
         held = _execute(cursor, _SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
-        return held, _admit(cursor, task.provider_id, slots, order)
+        try:
+            return held, _admit(cursor, task.provider_id, slots, order)
+        except ProviderConfigurationError:
+            # The reply counts whatever the cap is by now; the next admission says what is wrong with it.
+            return held, None
 
 
-def _admit(cursor: CursorWrapper, provider_id: int, slots: int | None, order: Order) -> Dispatched | None:
+def _admit(cursor: CursorWrapper, provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
     gate = _lock_provider(cursor, provider_id)
     if gate is None:
         return None
     _reclaim(cursor, provider_id)
     if gate.is_paused:
         return None
-    free = _free_slot(cursor, provider_id, slots)
+    free = _free_slot(cursor, provider_id, slots(gate.cap))
     if free is _NO_SLOT:
         return None
     while picked := _pick(cursor, gate, order):
@@ -157,6 +163,7 @@ class _Gate:
     is_paused: bool
     is_busy: bool
     batch_is_due: bool
+    cap: object
 
 
 _NO_SLOT = object()
@@ -166,7 +173,7 @@ def _lock_provider(cursor: CursorWrapper, provider_id: int) -> _Gate | None:
     # A statement of its own: folded into the pick, PostgreSQL would go on with the snapshot from before the wait.
     _execute(cursor, _LOCK_PROVIDER, provider=provider_id)
     row = cursor.fetchone()
-    return _Gate(provider_id, bool(row[0]), bool(row[1]), bool(row[2])) if row else None
+    return _Gate(provider_id, bool(row[0]), bool(row[1]), bool(row[2]), row[3]) if row else None
 
 
 def _free_slot(cursor: CursorWrapper, provider_id: int, slots: int | None) -> Any:
@@ -344,6 +351,20 @@ def reclaim(provider_id: int) -> None:
             _reclaim(cursor, provider_id)
 
 
+def fail_queued(provider_id: int, code: str, detail: str) -> list[Dispatched]:
+    """Fails everything that waits at a provider whose configuration admits nothing; returns what it was."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        _lock_provider(cursor, provider_id)
+        queued = list(EmbeddingTask.objects.filter(provider=provider_id, state=TaskState.QUEUED).order_by("pk"))
+        failed = []
+        for row in queued:
+            if _execute(cursor, _FAIL_QUEUED, task=row.pk, code=code, detail=detail[:1000]) == 1:
+                failed.append(
+                    Dispatched(row.pk, "", provider_id, row.generation_id, row.priority, row.run_id, row.outcome_id)
+                )
+    return failed
+
+
 def remove_queued(reason: str, **where: Any) -> int:
     """Removes the queued tasks that match; the caller holds their run's lock. Returns how many."""
     return EmbeddingTask.objects.filter(state=TaskState.QUEUED, **where).update(
@@ -398,7 +419,8 @@ _TASK = "embeddings_embeddingtask"
 _HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"
 
 _LOCK_PROVIDER = """
-SELECT is_paused, busy_until IS NOT NULL AND busy_until > {now}, overtaken_since IS NOT NULL AND overtaken_since <= {overtaken}
+SELECT is_paused, busy_until IS NOT NULL AND busy_until > {now}, overtaken_since IS NOT NULL AND overtaken_since <= {overtaken},
+  max_in_flight
 FROM embeddings_provider WHERE id = %(provider)s {lock}"""
 _PROVIDER_BUSY = "UPDATE embeddings_provider SET busy_until = {ahead} WHERE id = %(provider)s"
 _LOCK_OUTCOME = "SELECT 1 FROM embeddings_repositoryoutcome WHERE id = %(outcome)s {lock}"
@@ -441,7 +463,8 @@ SELECT 1 FROM {_TASK} t JOIN embeddings_provider p ON p.id = t.provider_id
 WHERE t.provider_id = %(provider)s AND (
   ((t.state IN (1, 2) OR t.slot IS NOT NULL) AND t.lease_expires_at < {{now}})
   OR (t.state = 0 AND NOT p.is_paused AND (t.priority = 0 OR p.busy_until IS NULL OR p.busy_until <= {{now}})
-    AND (SELECT COUNT(*) FROM {_TASK} s WHERE s.provider_id = t.provider_id AND s.slot IS NOT NULL) < p.max_in_flight)
+    AND (p.max_in_flight < 1
+      OR (SELECT COUNT(*) FROM {_TASK} s WHERE s.provider_id = t.provider_id AND s.slot IS NOT NULL) < p.max_in_flight))
 ) LIMIT 1"""
 _SETTLE = f"""
 UPDATE {_TASK} SET state = %(answered)s, slot = NULL, lease_expires_at = {{lease}}, call_ended_at = {{now}},
@@ -453,6 +476,9 @@ _END = f"""
 UPDATE {_TASK} SET state = %(state)s, slot = NULL, settled_at = {{now}}, error_code = %(code)s, error_detail = %(detail)s,
   call_ended_at = COALESCE(call_ended_at, {{now}}),
   call_ended_by = CASE call_ended_by WHEN '' THEN %(ended_by)s ELSE call_ended_by END {_HELD}"""
+_FAIL_QUEUED = f"""
+UPDATE {_TASK} SET state = 4, settled_at = {{now}}, error_code = %(code)s, error_detail = %(detail)s
+WHERE id = %(task)s AND state = 0"""
 _RELEASE_SLOT = f"""
 UPDATE {_TASK} SET slot = NULL, call_ended_at = {{now}}, call_ended_by = 'late'
 WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 5 AND slot IS NOT NULL"""

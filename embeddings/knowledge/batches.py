@@ -11,11 +11,11 @@ from django.db.models import F, Q, QuerySet
 
 from embeddings import codes, task_queue
 from embeddings.knowledge import store
-from embeddings.models import EmbeddingTask, KnowledgeRow, RepositoryOutcome
+from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, RepositoryOutcome
 from embeddings.states import TASK_UNSETTLED, TaskState
 from embeddings.task_queue import Dispatched
 
-# An outcome's share of the queue: one task at the provider while the next one waits.
+# An outcome's share of the queue: one task at the provider while the next one waits; one for each slot where there are more.
 UNSETTLED_MAX = 2
 _PAGE = 256
 
@@ -63,13 +63,19 @@ def _put_next(outcome: RepositoryOutcome) -> bool:
     with transaction.atomic():
         run = task_queue.lock_run(outcome.run_id)
         unsettled = EmbeddingTask.objects.filter(outcome=outcome, split_from=None, state__in=TASK_UNSETTLED)
-        if unsettled.count() >= UNSETTLED_MAX:
+        if unsettled.count() >= _share(outcome.run.provider):
             return False
         row_ids, texts = _choose(outcome, run.generation_id)
         if not row_ids:
             return False
         _bind(task_queue.put_batch(outcome, texts), row_ids)
     return True
+
+
+def _share(provider: Provider) -> int:
+    # A cap that makes no sense is admission's to refuse.
+    cap = provider.max_in_flight
+    return max(UNSETTLED_MAX, min(cap, 64) + 1) if type(cap) is int else UNSETTLED_MAX
 
 
 def _choose(outcome: RepositoryOutcome, generation_id: int) -> tuple[list[int], int]:
