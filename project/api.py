@@ -83,10 +83,9 @@ def _on_no_key(request: HttpRequest, error: Exception) -> HttpResponse:
 def _on_invalid_field(request: HttpRequest, error: ValidationError) -> HttpResponse:
     """The first field at fault by its name; what was sent is not echoed."""
     first = error.errors[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    # The name of our own parameter leads the path of a body's field.
-    path = place[1:] if first["loc"][0] == "body" and len(place) > 1 else place
-    param = ".".join(path) or None
+    # The kind of parameter leads the path, and for a body the name that our own function gives it.
+    path = first["loc"][2 if first["loc"][:2] == ("body", "body") else 1 :]
+    param = ".".join(map(str, path)) or None
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
     return _reply(OpenAIError(400, message, "invalid_request_error", "invalid_value", param))
 

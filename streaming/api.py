@@ -20,7 +20,13 @@ from streaming.events import END_SEQ
 from streaming.models import ChatTurn
 from streaming.offer import offers
 from streaming.refusals import UnknownModel
-from streaming.requests import ChatCompletionRequest, EmbeddingRequest, NewTurnRequest
+from streaming.requests import (
+    ChatCompletionRequest,
+    EmbeddingRequest,
+    NewTurnRequest,
+    completion_for_provider,
+    turn_for_provider,
+)
 from streaming.vectors import Embedded, embedded
 
 openai = Router(tags=["OpenAI"])
@@ -32,7 +38,7 @@ _SSE_REPLY = {"responses": {200: {"description": "Server-sent events", "content"
 @openai.post("/chat/completions", auth=TenantKey(KeyScope.CHAT), summary="Chat completion")
 async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) -> HttpResponseBase:
     """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
-    found = await in_database(doors.take_completion, caller(request), body)
+    found = await in_database(doors.take_completion, caller(request), body, completion_for_provider(request))
     if body.stream:
         return await replies.completion_stream(found, include_usage=body.include_usage)
     return await replies.completion(found)
@@ -85,7 +91,7 @@ _READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
 @chat.post("/turns", auth=TenantKey(KeyScope.CHAT), response={201: dict[str, Any]}, summary="Take a turn")
 async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
     """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
-    found = await in_database(doors.take_native, caller(request), body)
+    found = await in_database(doors.take_native, caller(request), body, turn_for_provider(request))
     return Status(201, {**await in_database(doors.rendered, found), "events_token": doors.event_token(found)})
 
 

@@ -21,19 +21,18 @@ TOKEN_LIVES_S = 900
 _TOKEN_SALT = "streaming.turn-events"  # noqa: S105 - names what is signed
 
 
-def take_completion(tenant: Tenant, body: ChatCompletionRequest) -> ChatTurn:
+def take_completion(tenant: Tenant, body: ChatCompletionRequest, request: dict[str, Any]) -> ChatTurn:
     """Stores the turn of an OpenAI client. Raises UnknownModel, TooManyTurns."""
     offer = choose(tenant, body.model)
-    return _take(NewTurn(tenant, offer, body.for_provider(), TurnOrigin.OPENAI))
+    return _take(NewTurn(tenant, offer, request, TurnOrigin.OPENAI))
 
 
-def take_native(tenant: Tenant, body: NewTurnRequest) -> ChatTurn:
+def take_native(tenant: Tenant, body: NewTurnRequest, request: dict[str, Any]) -> ChatTurn:
     """Stores a turn of the turn API. Raises UnknownModel, UnknownConversation, TooManyTurns."""
     offer = choose(tenant, body.model) if body.model else default_offer(tenant, uses_knowledge=body.knowledge)
-    request = body.for_provider()
     conversation = resolve(tenant, body.conversation, request["messages"])
     if conversation is not None:
-        request["messages"] = [*messages_before(conversation), *request["messages"]]
+        request = request | {"messages": [*messages_before(conversation), *request["messages"]]}
     return _take(NewTurn(tenant, offer, request, TurnOrigin.NATIVE, conversation))
 
 

@@ -99,7 +99,7 @@ class _ChunkBody:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         # At once, so that a client that waits for nothing but the status has it.
-        if not self._begun:
+        if not any(event.type in (events.DELTA, events.END) for event in self._begun):
             yield sse.comment("open")
         said_at = time.monotonic()
         async with aclosing(self._events()) as all_of_them:

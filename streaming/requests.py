@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
+from django.http import HttpRequest
 from ninja import Schema
 from pydantic import ConfigDict, Field, StrictBool
 
-# How the answer is delivered is our business, and is not asked of the provider as the client asked it.
-_DELIVERY = frozenset({"model", "stream", "stream_options"})
+# Ours: how the answer is delivered, and what the provider knows nothing of.
+_OWN_FIELDS = frozenset({"model", "stream", "stream_options"})
+_OWN_FIELDS_OF_TURNS = _OWN_FIELDS | {"knowledge", "conversation"}
 CHOICES_MAX = 16
 
 
@@ -35,15 +38,6 @@ class ChatParameters(Schema):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     n: Annotated[int, Field(ge=1, le=CHOICES_MAX, strict=True)] | None = None
 
-    def for_provider(self) -> dict[str, Any]:
-        """The request, without what says how to deliver the answer."""
-        given = self.model_dump(mode="json", exclude_unset=True)
-        return {name: value for name, value in given.items() if name not in _DELIVERY | self.own_fields()}
-
-    @classmethod
-    def own_fields(cls) -> frozenset[str]:
-        return frozenset()
-
 
 class ChatCompletionRequest(ChatParameters):
     """`POST /v1/chat/completions`."""
@@ -67,10 +61,6 @@ class NewTurnRequest(ChatParameters):
     knowledge: StrictBool = True
     conversation: str | None = None
 
-    @classmethod
-    def own_fields(cls) -> frozenset[str]:
-        return frozenset({"knowledge", "conversation"})
-
 
 class EmbeddingRequest(Schema):
     """`POST /v1/embeddings`. Texts only: token lists are another model's language."""
@@ -88,3 +78,17 @@ class EmbeddingRequest(Schema):
     @property
     def texts(self) -> list[str]:
         return [self.input] if isinstance(self.input, str) else list(self.input)
+
+
+def completion_for_provider(request: HttpRequest) -> dict[str, Any]:
+    """The checked request as it was sent, known to us or not, without what says how to deliver the answer."""
+    return _without(request, _OWN_FIELDS)
+
+
+def turn_for_provider(request: HttpRequest) -> dict[str, Any]:
+    """The same for the turn API, without its own fields."""
+    return _without(request, _OWN_FIELDS_OF_TURNS)
+
+
+def _without(request: HttpRequest, own: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(request.body).items() if name not in own}

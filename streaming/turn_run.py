@@ -218,7 +218,8 @@ class _Streaming:
         outcome = self._outcome
         outcome.attempts.append(_row_of(result, number, is_full=recorder.is_full))
         outcome.first_content_at = outcome.first_content_at or result.first_content_at
-        for choice, reason in sorted(result.finish_reasons.items()):
+        # What was cut off by our own bound did not finish, though the provider may have said so in the same packet.
+        for choice, reason in sorted(() if recorder.is_full else result.finish_reasons.items()):
             recorder.finish(choice, reason)
         if result.usage:
             outcome.usage = dict(result.usage)

@@ -113,7 +113,15 @@ def start_web(name: str = "web", **environ: str) -> tuple[Process, str]:
     """A web process, and its address."""
     port = unused_port()
     process = Process(
-        name, "uvicorn", "project.asgi:application", "--port", str(port), "--lifespan", "off", "--no-access-log", **environ
+        name,
+        "uvicorn",
+        "project.asgi:application",
+        "--port",
+        str(port),
+        "--lifespan",
+        "off",
+        "--no-access-log",
+        **environ,
     )
     address = f"http://127.0.0.1:{port}"
     eventually(lambda: _answers(f"{address}/healthz"), timeout=30, message=f"{name} answers")
@@ -231,9 +239,7 @@ def parsed(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 def text_of(events: list[dict[str, Any]], choice: int = 0) -> str:
     """The text that the delta events say."""
     return "".join(
-        event["delta"].get("content", "")
-        for event in events
-        if event["event"] == "delta" and event["choice"] == choice
+        event["delta"].get("content", "") for event in events if event["event"] == "delta" and event["choice"] == choice
     )
 
 
@@ -277,5 +283,6 @@ def chat(transactional_db: None, chat_stack: ChatStack) -> Iterator[Chat]:
         server.stop()
         chat_stack.restore()
         eventually(
-            lambda: not ChatTurn.objects.filter(state__in=TURN_UNFINISHED).exists(), message="no turn is left unfinished"
+            lambda: not ChatTurn.objects.filter(state__in=TURN_UNFINISHED).exists(),
+            message="no turn is left unfinished",
         )
