@@ -52,6 +52,8 @@ test: $(DEV_STAMP) models browser
 	@$(BIN)/python manage.py makemigrations --check --dry-run
 	$(call step,pytest)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(call step,pytest on PostgreSQL)
+	@$(BIN)/python -m tests.postgres $(BIN)/python -m pytest -m both_databases --numprocesses 2 --dist loadfile
 
 bench: $(DEV_STAMP) models
 	@$(BIN)/python -m benchmarks

@@ -299,7 +299,7 @@ def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskStat
         _execute(cursor, _PROVIDER_BUSY, ahead_ms=retry_after_ms, provider=task.provider_id)
         allowed = task.run_id is None or lock_run(task.run_id).dispatch_allowed
         if not allowed:
-            return TaskState.REMOVED if remove_held(task, codes.CIRCUIT_OPEN) else None
+            return TaskState.REMOVED if remove_held(task, codes.DISPATCH_STOPPED) else None
         row = EmbeddingTask.objects.get(pk=task.id)
         if _busy_for_too_long(row):
             return TaskState.FAILED if fail(task, codes.PROVIDER_BUSY, detail) else None
@@ -318,7 +318,7 @@ def give_back(task: Dispatched) -> bool:
     """A worker that shuts down returns its task uncounted; a run that no longer dispatches gets it removed."""
     with transaction.atomic(), connection.cursor() as cursor:
         if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:
-            return remove_held(task, codes.CIRCUIT_OPEN)
+            return remove_held(task, codes.DISPATCH_STOPPED)
         return _execute(cursor, _GIVE_BACK, **_holder(task)) == 1
 
 
@@ -337,7 +337,7 @@ def _reclaim(cursor: CursorWrapper, provider_id: int) -> None:
     for task_id, run_id, losses in cursor.fetchall():
         allowed = run_id is None or lock_run(run_id).dispatch_allowed
         if not allowed:
-            _execute(cursor, _LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=codes.CIRCUIT_OPEN)
+            _execute(cursor, _LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=codes.DISPATCH_STOPPED)
         elif losses + 1 >= LOSSES_MAX:
             _execute(cursor, _LOSE_TO_END, task=task_id, state=TaskState.FAILED, code=codes.TASK_LOST)
         else:

@@ -143,8 +143,6 @@ BUSY_TOTAL_MAX_MS = _env.integer("BUSY_TOTAL_MAX_MS", 900_000, least=1)
 SWEEP_CONCURRENCY = _env.integer("SWEEP_CONCURRENCY", 2, least=1, most=64)
 SOURCE_DEADLINE_MS = _env.integer("SOURCE_DEADLINE_MS", 600_000, least=100)
 FILE_BYTES_MAX = _env.integer("FILE_BYTES_MAX", 1_000_000, least=1)
-CHUNK_CHARACTERS = _env.integer("CHUNK_CHARACTERS", 1_200, least=100)
-CHUNK_TOKENS = _env.integer("CHUNK_TOKENS", 480, least=16)
 # Local paths are open to the embedded default alone; a server names the folders that tenants' sources may lie in.
 _source_roots = _env.words("SOURCE_ROOTS")
 SOURCE_ROOTS: tuple[Path, ...] | None = (
@@ -187,6 +185,10 @@ LOGGING = {
 UNFOLD = {
     "SITE_TITLE": "Sluicegate",
     "SITE_HEADER": "Sluicegate",
+    "SITE_SYMBOL": "water_lock",
     "SITE_URL": reverse_lazy("admin:index"),
     "SHOW_VIEW_ON_SITE": False,
+    "SHOW_BACK_BUTTON": True,
+    "DASHBOARD_CALLBACK": "embeddings.admin.dashboard.add_overview",
+    "SIDEBAR": {"navigation": "embeddings.admin.navigation.sections"},
 }

@@ -139,7 +139,7 @@ def split(task: Dispatched, batch: Batch) -> bool:
     outcome = RepositoryOutcome.objects.get(pk=task.of_outcome)
     with transaction.atomic():
         run = task_queue.lock_run(outcome.run_id)
-        reason = codes.TASK_SPLIT if run.dispatch_allowed else codes.CIRCUIT_OPEN
+        reason = codes.TASK_SPLIT if run.dispatch_allowed else codes.DISPATCH_STOPPED
         if not task_queue.remove_held(task, reason):
             return False
         if run.dispatch_allowed:
