@@ -27,6 +27,7 @@ import httpx2
 import openai
 
 from embeddings.providers.base import NO_KEY, scrubbed
+from embeddings.providers.transport import retry_after_ms
 from streaming.attempt import AttemptResult, ProviderConfig
 from streaming.chunks import ChatDelta, ChunkReader
 from streaming.errors import (
@@ -39,7 +40,7 @@ from streaming.errors import (
 from streaming.retry import NOTHING_TO_RETRY, classify_retry_error, end_of
 from streaming.sse_decoder import SseDecodeError, SseDecoder
 from streaming.stream_clock import StreamClock
-from streaming.transport import http_client, read_prefix, retry_after_ms, shut_down, typed_transport_error
+from streaming.transport import http_client, read_prefix, shut_down, typed_transport_error
 from streaming.watchdog import CLEANUP_S, StreamGuard, close_within
 
 __all__ = ["AttemptResult", "ChatAttempt", "ChatDelta", "ProviderConfig", "close_clients", "open_attempt"]

@@ -9,8 +9,6 @@ import socket as sockets
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 
@@ -76,19 +74,6 @@ async def read_prefix(response: httpx2.Response, limit_bytes: int) -> bytes:
         if len(prefix) >= limit_bytes:
             break
     return prefix[:limit_bytes]
-
-
-def retry_after_ms(headers: httpx2.Headers) -> int | None:
-    """`Retry-After` in milliseconds from seconds or a date; None where it is absent or makes no sense."""
-    value = headers.get("retry-after", "").strip()
-    if value.isdecimal():
-        return int(value[:9]) * 1000
-    try:
-        at = parsedate_to_datetime(value)
-    except (TypeError, ValueError):
-        return None
-    at = at if at.tzinfo else at.replace(tzinfo=UTC)
-    return max(0, round((at - datetime.now(UTC)).total_seconds() * 1000))
 
 
 @cache
