@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from django.db.models import Count, F, OuterRef, Q, QuerySet, Subquery
-from django.db.models.functions import JSONObject
+from django.db.models import Count, F, OuterRef, QuerySet, Subquery
+from django.db.models.functions import Coalesce, JSONObject
 from django.utils import timezone
 
-from embeddings.models import EmbeddingGeneration, Provider, Repository, RepositoryOutcome, Tenant, TenantApiKey
+from embeddings.models import (
+    EmbeddingGeneration,
+    EmbeddingTask,
+    Provider,
+    Repository,
+    RepositoryOutcome,
+    Tenant,
+    TenantApiKey,
+)
 from embeddings.states import ProviderKind, TaskState
 
 UNQUEUED = (
@@ -21,12 +29,17 @@ UNQUEUED = (
 def providers() -> QuerySet[Provider]:
     """Each with `dimensions` (of its present embedding model), `queued` and `dispatched` (embedding tasks)."""
     generation = EmbeddingGeneration.objects.filter(provider=OuterRef("pk"), model=OuterRef("embedding_model"))
-    unsettled = Q(tasks__state__in=(TaskState.DISPATCHED, TaskState.ANSWERED))
     return Provider.objects.annotate(
         dimensions=Subquery(generation.values("dimensions")[:1]),
-        queued=Count("tasks", filter=Q(tasks__state=TaskState.QUEUED)),
-        dispatched=Count("tasks", filter=unsettled),
+        queued=_task_count(TaskState.QUEUED),
+        dispatched=_task_count(TaskState.DISPATCHED),
     ).order_by("name")
+
+
+def _task_count(state: TaskState) -> Coalesce:
+    """A provider's tasks in this state; settled ones, which are many, are not looked at."""
+    tasks = EmbeddingTask.objects.filter(provider=OuterRef("pk"), state=state).order_by().values("provider")
+    return Coalesce(Subquery(tasks.annotate(count=Count("pk")).values("count")), 0)
 
 
 def tenants() -> QuerySet[Tenant]:

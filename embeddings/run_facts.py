@@ -162,5 +162,12 @@ def seconds_of(run: TenantRun) -> float | None:
     return round(((run.finished_at or timezone.now()) - run.started_at).total_seconds(), 1)
 
 
+def outcome_seconds(outcome: RepositoryOutcome) -> str:
+    """How long the outcome took, or has taken so far; a dash before its scan."""
+    if outcome.started_at is None:
+        return "-"
+    return f"{((outcome.finished_at or timezone.now()) - outcome.started_at).total_seconds():.1f}"
+
+
 def _is_id_start(text: str) -> bool:
     return bool(text) and set(text) <= set("0123456789abcdef-")

@@ -10,12 +10,21 @@ from embeddings.registry.names import (
     find_tenant,
     match_repositories,
     select_repositories,
+    sweepable,
 )
-from embeddings.registry.providers import ProviderChange, pause_provider, resume_provider, save_provider, set_provider
+from embeddings.registry.providers import (
+    ProviderChange,
+    notes_on,
+    pause_provider,
+    resume_provider,
+    save_provider,
+    set_provider,
+)
 from embeddings.registry.repositories import (
     RepositoryChange,
     add_repository,
     remove_repository,
+    repository_notes,
     save_repository,
     set_repository,
 )
@@ -40,9 +49,11 @@ __all__ = [
     "find_tenant",
     "issue_key",
     "match_repositories",
+    "notes_on",
     "pause_provider",
     "remove_repository",
     "remove_tenant",
+    "repository_notes",
     "resume_provider",
     "revoke_key",
     "save_provider",
@@ -52,4 +63,5 @@ __all__ = [
     "set_provider",
     "set_repository",
     "set_tenant",
+    "sweepable",
 ]

@@ -48,10 +48,15 @@ def select_repositories(tenants: Sequence[str] = (), repositories: Sequence[str]
     """
     for name in dict.fromkeys(repositories):
         _check_sweepable(_named_repository(name))
-    candidates = match_repositories(tenants, repositories)
-    chosen = list(candidates.filter(_SWEEPABLE))
+    return sweepable(match_repositories(tenants, repositories))
+
+
+def sweepable(candidates: QuerySet[Repository]) -> list[Repository]:
+    """Those of the candidates that a sweep may take. Raises UsageError that says what to do where none is."""
+    present = candidates.filter(removed_at=None).select_related("tenant__embedding_provider")
+    chosen = list(present.filter(_SWEEPABLE).order_by("tenant__slug", "slug"))
     if not chosen:
-        raise _nothing_to_sweep(candidates)
+        raise _nothing_to_sweep(present)
     return chosen
 
 

@@ -39,7 +39,7 @@ def add_repository(tenant: Tenant, slug: str, source: str, values: Mapping[str, 
     if present is None:
         _clean(wanted)
         save_repository(wanted, ())
-        return RepositoryChange(wanted, created=True, changed=(), notes=_notes_on(wanted))
+        return RepositoryChange(wanted, created=True, changed=(), notes=repository_notes(wanted))
     wanted.pk, wanted._state.adding = present.pk, False
     _clean(wanted)
     differing = [field for field in ("source", *values) if getattr(wanted, field) != getattr(present, field)]
@@ -60,7 +60,7 @@ def set_repository(repository: Repository, values: Mapping[str, object]) -> Repo
     _clean(repository)
     changed = tuple(field for field in values if getattr(repository, field) != before[field])
     save_repository(repository, changed)
-    return RepositoryChange(repository, created=False, changed=changed, notes=_notes_on(repository))
+    return RepositoryChange(repository, created=False, changed=changed, notes=repository_notes(repository))
 
 
 def save_repository(repository: Repository, changed: Collection[str]) -> None:
@@ -91,14 +91,15 @@ def remove_repository(repository: Repository) -> bool:
     return bool(removed)
 
 
+def repository_notes(repository: Repository) -> tuple[str, ...]:
+    """What follows from this repository's values, one line each."""
+    if repository.source.startswith("/") and not os.path.isdir(repository.source):
+        return (f"There is no directory {repository.source} on this machine: sweeps are deferred until there is one.",)
+    return ()
+
+
 def _clean(repository: Repository) -> None:
     try:
         clean_repository(repository)
     except ValidationError as refused:
         raise one_line(f"Repository {repository}", refused) from refused
-
-
-def _notes_on(repository: Repository) -> tuple[str, ...]:
-    if repository.source.startswith("/") and not os.path.isdir(repository.source):
-        return (f"There is no directory {repository.source} on this machine: sweeps are deferred until there is one.",)
-    return ()

@@ -1,0 +1,27 @@
+"""`Sweep now`, from the pages of repositories and of tenants."""
+
+from __future__ import annotations
+
+from django.contrib import messages
+from django.contrib.admin import ModelAdmin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.utils.html import format_html_join
+
+from embeddings import registry, run_facts, sweep
+from embeddings.admin.parts import link
+from embeddings.errors import UsageError
+from embeddings.models import Repository
+from embeddings.states import RunTrigger
+
+
+def sweep_now(page: ModelAdmin[object], request: HttpRequest, repositories: QuerySet[Repository]) -> None:
+    """Starts runs over those that can be swept, and says which runs, or why none."""
+    try:
+        chosen = registry.sweepable(repositories)
+        runs = sweep.start(chosen, trigger=RunTrigger.ADMIN)
+    except UsageError as refused:
+        page.message_user(request, str(refused), messages.ERROR)
+        return
+    links = format_html_join(", ", "{}", ((link(run, run_facts.short_id(run)),) for run in runs))
+    page.message_user(request, f"Sweeping {len(chosen)} repositories; the workers take it from here. Runs: " + links)
