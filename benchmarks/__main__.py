@@ -1,0 +1,80 @@
+"""`python -m benchmarks [NAME...]`: each benchmark in a process and on a stage of its own; one table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.row import HEADINGS, Row, as_markdown, from_json
+from benchmarks.stage import POSTGRESQL, SQLITE, open_stage
+from project.processes import CHECKOUT
+
+# Module, the databases it is run on, and what its stage is told.
+BENCHMARKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "lane": ((SQLITE, POSTGRESQL), {}),
+    "scan": ((SQLITE,), {}),
+    "circuit": ((SQLITE,), {}),
+    "interactive": ((SQLITE,), {"LANE_BATCH_MAX_WAIT_MS": "1000"}),
+}
+_LONGEST_S = 240
+
+
+def main() -> int:
+    options = _options()
+    rows: list[Row] = []
+    started = time.monotonic()
+    failed = []
+    for name in options.names or BENCHMARKS:
+        databases, settings = BENCHMARKS[name]
+        for database in databases:
+            if options.database in (None, database):
+                found = _run(name, database, settings)
+                failed += [] if found else [f"{name} on {database}"]
+                rows += found
+                for row in found:
+                    print("  ".join(row.cells()), flush=True)
+    _keep(options.json, rows)
+    print(f"\n{as_markdown(rows)}\n\n{time.monotonic() - started:.0f} s; the numbers are in {options.json}")
+    for each in failed:
+        print(f"NOT MEASURED: {each}")
+    return 1 if failed else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *BENCHMARKS], metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}"
+    )
+    parser.add_argument("--database", choices=(SQLITE, POSTGRESQL))
+    parser.add_argument("--json", type=Path, default=CHECKOUT / "var" / "bench" / "results.json")
+    return parser.parse_args()
+
+
+def _run(name: str, database: str, settings: dict[str, str]) -> list[Row]:
+    """The benchmark's rows, from a process that is given up after some minutes; none if it failed."""
+    with open_stage(database, settings) as environ:
+        results = Path(environ["VAR_DIR"]) / "rows.json"
+        command = [sys.executable, "-m", "benchmarks.on_stage", name, database, str(results)]
+        try:
+            subprocess.run(command, cwd=CHECKOUT, env=environ, timeout=_LONGEST_S, check=True)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            print(f"{name} on {database}: {error}", file=sys.stderr)
+            return []
+        return [from_json(each) for each in json.loads(results.read_text())]
+
+
+def _keep(path: Path, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"cores": os.cpu_count(), "rows": [row.as_json() for row in rows]}, indent=2))
+
+
+assert len(HEADINGS) == 5
+
+if __name__ == "__main__":
+    sys.exit(main())

