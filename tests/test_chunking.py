@@ -173,13 +173,13 @@ class TestEstimate:
         # What the WordPiece tokenizer of all-MiniLM-L6-v2 counts.
         [
             ("", 2),
-            ("self.assertEqual(response.status_code, 200)", 15),
-            ("def get_queryset(self):\n    return super().get_queryset()", 19),
+            ("self.assertEqual(response.status_code, 200)", 16),
+            ("def get_queryset(self):\n    return super().get_queryset()", 22),
             ("漢字漢字", 6),
             ("한국어", 10),
-            ("QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo=", 24),
-            ("x=e=>t(n,r);var o=1e3;", 20),
-            ("0123456789", 6),
+            ("QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo=", 26),
+            ("x=e=>t(n,r);var o=1e3;", 21),
+            ("0123456789", 9),
         ],
     )
     def test_is_not_below_a_real_tokenizer(self, text, least):

@@ -31,6 +31,13 @@ from tests.git_repositories import GitRepository
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent
+FETCH = """
+import sys
+from pathlib import Path
+from embeddings.knowledge.source import GitMirror
+print("started", flush=True)
+print(GitMirror(Path(sys.argv[1]), sys.argv[2], source_roots=None).fetch().revision)
+"""
 
 
 @pytest.fixture
@@ -345,15 +352,24 @@ class TestFailure:
                 mirror(deadline_seconds=0.2).fetch()
         assert mirror().fetch()
 
+    def test_a_git_whose_parent_was_killed_is_waited_for(self, repository, mirror, tmp_path):
+        commit = repository.commit({"a": "1"})
+        directory = tmp_path / "mirrors" / "one.git"
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"https://127.0.0.1:{server.getsockname()[1]}/x.git"
+            command = [sys.executable, "-c", FETCH, str(directory), url]
+            with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+                connection, _ = server.accept()
+                process.kill()
+            with connection, pytest.raises(SourceTimeout):
+                mirror(deadline_seconds=0.3).fetch()
+        assert mirror().fetch().revision == commit
+
     def test_many_processes_fetch_at_once(self, repository, mirror, tmp_path):
         commit = repository.commit({f"file{number}": str(number) for number in range(40)})
-        script = (
-            "import sys; from pathlib import Path; from embeddings.knowledge.source import GitMirror\n"
-            "print(GitMirror(Path(sys.argv[1]), sys.argv[2], source_roots=None).fetch().revision)"
-        )
-        command = [sys.executable, "-c", script, str(tmp_path / "mirrors" / "one.git"), str(repository.path)]
+        command = [sys.executable, "-c", FETCH, str(tmp_path / "mirrors" / "one.git"), str(repository.path)]
         started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-        assert [process.communicate()[0].strip() for process in started] == [commit] * 4
+        assert [process.communicate()[0].split() for process in started] == [["started", commit]] * 4
 
 
 class TestBrokenMirror:
@@ -391,13 +407,9 @@ class TestBrokenMirror:
 
     def test_a_fetch_killed_at_any_moment_is_completed_by_the_next(self, repository, mirror, tmp_path):
         commit = repository.commit({f"file{number}": os.urandom(20_000) for number in range(100)})
-        script = (
-            "import sys; from pathlib import Path; from embeddings.knowledge.source import GitMirror\n"
-            "print('go', flush=True); GitMirror(Path(sys.argv[1]), sys.argv[2], source_roots=None).fetch()"
-        )
         directory = tmp_path / "mirrors" / "one.git"
         for milliseconds in (5, 25, 60, 120):
-            command = [sys.executable, "-c", script, str(directory), str(repository.path)]
+            command = [sys.executable, "-c", FETCH, str(directory), str(repository.path)]
             with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
                 process.stdout.readline()
                 threading.Timer(milliseconds / 1000, process.kill).start()

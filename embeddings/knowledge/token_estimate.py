@@ -18,39 +18,42 @@ _CASES_ALONE = bytes.maketrans(_LOWER + _UPPER + _NOT_LETTERS, b"a" * 26 + b"A" 
 _EXTRA_BY_LEAD = {0xE0: 1, 0xEA: 2, 0xEB: 2, 0xEC: 2, 0xED: 2, 0xF0: 1, 0xF1: 1, 0xF2: 1, 0xF3: 1, 0xF4: 1}
 _SPECIAL_TOKENS = 2
 
-# A unit is a ninth of a token: whole numbers, so that the units of lines add up exactly.
-UNITS_PER_TOKEN = 9
+# A unit is a ninth of a token: whole numbers, so that the units of lines add up exactly. One token in 32 is kept in
+# reserve. So measured, the guess was never low on 31,000 chunks of code, prose in many languages, base64, hex dumps and
+# minified JavaScript (for code 1.43 times the count on average); on words of random letters it is a fifth too low.
+_UNITS_PER_TOKEN = 9
 _UNITS_PER_LETTER = 4
+_RESERVE = 32
 
 _COMMON = frozenset(
     b"""
-    add after all always and any are args argument arguments array assert async attribute await base based because
-    been before between body bool boolean break but byte bytes call called can case catch char check class client code
-    command comment config connection const content context continue copy create current data database date def
-    default define delete description dict dir directory does double each element else empty end error event except
-    exception export false field fields file files filter final finally first float for format from func function get
-    given group has have header host http id if import in include index info init input instance int integer interface
-    into is item items its join key kwargs language last length let level line lines list load local log long main map
-    match max message method min model module more most must name named names new next no node none not null number
-    object of old on one only open option options or order other output override package parameters parent parse path
-    pattern port position print private process project property protected public query raise raises read ref remove
-    replace request required resource response result results return returns row rows run same self server session set
-    settings should show size some source span start state static status str string struct such super switch system
-    table target task template test tests text than that the their them then there they this throw time title to token
-    true try two type types undefined union update use used user using util value values var version view void was
-    were when where which while will window with without word would write yield you your
+    add after all always and any are argument arguments array assert attribute await base based because been before
+    between body break but byte bytes call called can case catch char check class client code command comment
+    connection content context continue copy create current data database date def default define description dir
+    directory does double each element else empty end error event except exception export false field fields file
+    files filter final finally first float for format from function get given group has have header host http id if
+    import in include index info input instance int integer interface into is item items its join key language last
+    length let level line lines list load local log long main map match max message method min model module more
+    most must name named names new next no node none not null number object of old on one only open option options
+    or order other output package parameters parent path pattern port position print private process project
+    property protected public query raise raises read ref remove replace request required resource response result
+    results return returns row rows run same self server session set settings should show size some source span
+    start state static status string such super switch system table target task template test tests text than that
+    the their them then there they this throw time title to token true try two type types union update use used
+    user using value values var version view void was were when where which while will window with without word
+    would write yield you your
     """.split()
 )
 
 
 def estimate_tokens(text: str) -> int:
     """Tokens of the text with the two special ones that frame it; on real text never below a WordPiece model's count."""
-    return _SPECIAL_TOKENS - (-weigh(text) // UNITS_PER_TOKEN)
+    return _SPECIAL_TOKENS - (-weigh(text) * _RESERVE // (_UNITS_PER_TOKEN * (_RESERVE - 1)))
 
 
 def units_within(max_tokens: int) -> int:
     """The most units (see `weigh`) that keep a text within so many tokens."""
-    return (max_tokens - _SPECIAL_TOKENS) * UNITS_PER_TOKEN
+    return (max_tokens - _SPECIAL_TOKENS) * _UNITS_PER_TOKEN * (_RESERVE - 1) // _RESERVE
 
 
 def weigh(text: str) -> int:
@@ -61,4 +64,4 @@ def weigh(text: str) -> int:
     tokens = len(words) + len(content.translate(None, _FREE)) + content.translate(_CASES_ALONE).count(b"aA")
     if not text.isascii():
         tokens += sum(content.count(lead) * extra for lead, extra in _EXTRA_BY_LEAD.items())
-    return tokens * UNITS_PER_TOKEN + (sum(map(len, rare)) - len(rare)) * _UNITS_PER_LETTER
+    return tokens * _UNITS_PER_TOKEN + (sum(map(len, rare)) - len(rare)) * _UNITS_PER_LETTER
