@@ -18,6 +18,9 @@ from embeddings.knowledge.source import GitMirror, Skip, Snapshot, TreeEntry, de
 from embeddings.knowledge.store import Place, ReadFile
 from embeddings.models import EmbeddingGeneration, FileVersion, Provider, Repository
 
+# PostgreSQL's index over paths takes no entry over a third of its page.
+PATH_BYTES_MAX = 2_000
+PATH_TOO_LONG = "path_too_long"
 _BATCH_FILES = 100
 _BATCH_CHUNKS = 1_000
 
@@ -109,7 +112,7 @@ class _Scan:
             if reason is None:
                 yield entry
             else:
-                self.result.skipped[reason.value] += 1
+                self.result.skipped[reason] += 1
 
     def _kept(self) -> dict[str, _Kept]:
         current = Q(generation=self.generation.pk)
@@ -195,13 +198,15 @@ class _Scan:
             raise ScanStopped
 
 
-def _skip_by_tree(entry: TreeEntry) -> Skip | None:
+def _skip_by_tree(entry: TreeEntry) -> str | None:
     """What the tree alone says: such a file is never read."""
     if entry.kind == "symlink":
-        return Skip.SYMLINK
+        return Skip.SYMLINK.value
     if entry.kind == "submodule":
-        return Skip.SUBMODULE
-    return Skip.TOO_LARGE if entry.size > settings.FILE_BYTES_MAX else None
+        return Skip.SUBMODULE.value
+    if len(entry.path.encode()) > PATH_BYTES_MAX:
+        return PATH_TOO_LONG
+    return Skip.TOO_LARGE.value if entry.size > settings.FILE_BYTES_MAX else None
 
 
 def _is_current(version: FileVersion | None, entry: TreeEntry, place: Place) -> bool:
