@@ -27,7 +27,15 @@ from project.model_files import ModelFilesError, models_dir, prepare
 from project.processes import CHECKOUT, background, foreground, is_free, local_environment, within
 
 _WORKER_READY_S = 30.0
-_OWN_FOLDERS = ("/project/", "/embeddings/", "/streaming/")
+# The places that answer questions; the rest of the code would only take longer to embed.
+_OWN_FILES = (
+    "/README.md",
+    "/docs/",
+    "/streaming/*.py",
+    "/embeddings/*.py",
+    "/embeddings/knowledge/",
+    "/embeddings/providers/",
+)
 _DJANGO_MODULES = (
     "contrib/auth/hashers.py",
     "contrib/auth/password_validation.py",
@@ -108,7 +116,7 @@ def _set_up(stage: Stage, server: ModelServer) -> None:
     stage.manage("provider", "set", "local", "--kind", "openai-compatible", "--base-url", server.base_url, *models)
     for tenant in ("acme", "globex"):
         stage.manage("tenant", "add", tenant, "--embedding-provider", "local", "--chat-provider", "local")
-    own = [word for folder in _OWN_FOLDERS for word in ("--include", folder)]
+    own = [word for pattern in _OWN_FILES for word in ("--include", pattern)]
     stage.manage("repository", "add", "acme", "sluicegate", str(CHECKOUT), *own)
     stage.manage("repository", "add", "globex", "django-parts", str(_django_repository(stage.var_dir)))
 
