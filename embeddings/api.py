@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from uuid import UUID
 
 from django.http import HttpRequest
-from ninja import Query, Router, Schema, Status
+from ninja import Router, Schema, Status
 from pydantic import Field
 
 from embeddings import tenant_runs
@@ -29,7 +29,7 @@ class StartRun(Schema):
 
 
 @router.get("/runs", auth=_RUNS, tags=["Sweeps"], summary="Runs")
-async def list_runs(request: HttpRequest, limit: int = Query(20, ge=1, le=100)) -> dict[str, Any]:
+async def list_runs(request: HttpRequest, limit: Annotated[int, Field(ge=1, le=100)] = 20) -> dict[str, Any]:
     """The tenant's newest runs."""
     return {"runs": await in_database(tenant_runs.newest, caller(request), limit)}
 
@@ -56,8 +56,8 @@ async def cancel_run(request: HttpRequest, run_id: UUID) -> dict[str, Any]:
 @router.get("/search", auth=TenantKey(KeyScope.SEARCH), tags=["Search"], summary="Search")
 async def search_rows(
     request: HttpRequest,
-    q: str = Query(..., min_length=1, max_length=QUERY_CHARACTERS_MAX),
-    limit: int = Query(5, ge=1, le=LIMIT_MAX),
+    q: Annotated[str, Field(min_length=1, max_length=QUERY_CHARACTERS_MAX)],
+    limit: Annotated[int, Field(ge=1, le=LIMIT_MAX)] = 5,
 ) -> dict[str, Any]:
     """The tenant's rows nearest to the words, best first."""
     hits = await in_waiting_thread(search, caller(request), q, limit)

@@ -10,7 +10,8 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+# What Django and uvicorn write of these types differs in words, not in what is passed.
+App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 # A client that is still sending does not hear the reply: so much of its body is read and thrown away.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
-from ninja import Query, Router, Status
+from ninja import Router, Status
 from ninja.security import APIKeyQuery
+from pydantic import Field
 
 from embeddings.access import TenantKey, caller
 from embeddings.models import Tenant
@@ -103,7 +104,7 @@ async def show_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
 
 
 @chat.get("/turns/{turn_id}/events", auth=_READS, summary="Events of a turn", openapi_extra=_SSE_REPLY)
-async def turn_events(request: HttpRequest, turn_id: UUID, after: int = Query(0, ge=0)) -> HttpResponseBase:
+async def turn_events(request: HttpRequest, turn_id: UUID, after: Annotated[int, Field(ge=0)] = 0) -> HttpResponseBase:
     """Server-sent events from the start, or after `Last-Event-ID` (or `after`). A hang-up does not cancel the turn."""
     found = await in_database(_readable, request, turn_id)
     seq = _last_event_id(request) or after

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from uuid import UUID
 
 from django.core import signing
@@ -13,9 +14,12 @@ from streaming import lost_turns, turn
 from streaming.conversations import messages_before, resolve
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.offer import choose, default_offer
+from streaming.refusals import TooManyTurns
 from streaming.requests import ChatCompletionRequest, NewTurnRequest
 from streaming.states import TurnOrigin, TurnState
-from streaming.turn import NewTurn
+from streaming.turn import Claim, NewTurn
+
+T = TypeVar("T")
 
 TOKEN_LIVES_S = 900
 _TOKEN_SALT = "streaming.turn-events"  # noqa: S105 - names what is signed
@@ -36,14 +40,23 @@ def take_native(tenant: Tenant, body: NewTurnRequest, request: dict[str, Any]) -
     return _take(NewTurn(tenant, offer, request, TurnOrigin.NATIVE, conversation))
 
 
+def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
+    """Stores the turn for a caller that runs it itself. Raises TooManyTurns."""
+    return _making_room(new.tenant, lambda: turn.take_claimed(new))
+
+
 def _take(new: NewTurn) -> ChatTurn:
+    return _making_room(new.tenant, lambda: turn.take(new))
+
+
+def _making_room(tenant: Tenant, take: Callable[[], T]) -> T:
+    """Turns whose worker is gone count until somebody ends them."""
     try:
-        return turn.take(new)
-    except turn.TooManyTurns:
-        # Turns whose worker is gone count until somebody ends them.
-        for lost in ChatTurn.objects.filter(tenant=new.tenant, state=TurnState.RUNNING):
+        return take()
+    except TooManyTurns:
+        for lost in ChatTurn.objects.filter(tenant=tenant, state=TurnState.RUNNING):
             lost_turns.end_lost(lost)
-        return turn.take(new)
+        return take()
 
 
 def find_turn(tenant: Tenant, public_id: UUID) -> ChatTurn:

@@ -140,30 +140,27 @@ class EventReader:
         self._deliver(await self._entries(by_key), by_key)
         await asyncio.sleep(min(GATHER_S_MAX, GATHER_S_PER_TURN * len(by_key)))
 
-    async def _entries(self, by_key: dict[str, list[Subscription]]) -> list[tuple[bytes, Any]]:
+    async def _entries(self, by_key: dict[str, list[Subscription]]) -> Any:
         assert self._client is not None  # noqa: S101 - connected by the caller
         after = [f"{min(subscription.after for subscription in each)}-0" for each in by_key.values()]
         self._changed.clear()
         self._is_blocked = True
         try:
-            return await self._client.execute_command(
-                *("XREAD", "COUNT", SHARE, "BLOCK", BLOCK_MS, "STREAMS"),
-                *(self._bell_key, *by_key, self._bell_after, *after),
-            )
+            places: dict[Any, Any] = {self._bell_key: self._bell_after, **dict(zip(by_key, after, strict=True))}
+            return await self._client.xread(places, SHARE, BLOCK_MS)
         finally:
             self._is_blocked = False
 
-    def _deliver(self, found: list[tuple[bytes, Any]] | None, by_key: dict[str, list[Subscription]]) -> None:
+    def _deliver(self, found: Any, by_key: dict[str, list[Subscription]]) -> None:
         for key, entries in found or ():
             name = key.decode()
             if name == self._bell_key:
                 self._bell_after = entries[-1][0].decode()
                 continue
-            for entry_id, fields in entries:
-                self._deliver_one(by_key[name], entry_id, fields[b"e"])
+            for entry in entries:
+                self._deliver_one(by_key[name], events.decode(entry))
 
-    def _deliver_one(self, readers: list[Subscription], entry_id: bytes, payload: bytes) -> None:
-        event = events.decode(entry_id, payload)
+    def _deliver_one(self, readers: list[Subscription], event: Event) -> None:
         for subscription in readers:
             subscription.put(event)
 
@@ -171,8 +168,8 @@ class EventReader:
         """A ring that fails costs no more than one read's patience."""
         if self._bell is not None:
             with contextlib.suppress(*UNREACHABLE):
-                await self._bell.execute_command("XADD", self._bell_key, "MAXLEN", 1, "*", "r", "1")
-                await self._bell.execute_command("EXPIRE", self._bell_key, 60)
+                await self._bell.xadd(self._bell_key, {"ring": 1}, maxlen=1)
+                await self._bell.expire(self._bell_key, 60)
 
     async def _disconnect(self) -> None:
         clients, self._client, self._bell = (self._client, self._bell), None, None

@@ -13,12 +13,11 @@ from typing import Any
 from uuid import UUID
 from weakref import WeakKeyDictionary
 
-import redis.asyncio
 from django.conf import settings
 from redis.exceptions import ResponseError
 
 from streaming import events
-from streaming.valkey import UNREACHABLE, connect_async
+from streaming.valkey import UNREACHABLE, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class EventWriter:
         self._news: set[TurnLog] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._client: redis.asyncio.Redis | None = None
+        self._wire: Wire | None = None
 
     def open(self, tenant_id: int, public_id: UUID) -> TurnLog:
         """A new turn's log."""
@@ -124,7 +123,7 @@ class EventWriter:
         if not self._news:
             self._wake.clear()
             await self._wake.wait()
-        if self._client is None:
+        if self._wire is None:
             await self._connect()
         news, self._news = self._news, set()
         try:
@@ -133,18 +132,17 @@ class EventWriter:
             self._news |= {log for log in news if log in self._logs and log.pending()}
 
     async def _write(self, batch: list[tuple[TurnLog, list[tuple[int, bytes]]]]) -> None:
-        assert self._client is not None  # noqa: S101 - connected by the caller
-        pipeline = self._client.pipeline(transaction=False)
+        commands: list[tuple[bytes | str | int, ...]] = []
         written: list[tuple[TurnLog, int]] = []
         for log, entries in batch:
             for seq, payload in entries:
-                pipeline.execute_command("XADD", log.key, f"{seq}-0", "e", payload)
+                commands.append(("XADD", log.key, f"{seq}-0", "e", payload))
                 written.append((log, seq))
                 if seq in (1, events.END_SEQ):
                     ttl = RUNNING_TTL_S if seq == 1 else settings.EVENT_LOG_TTL_SECONDS
-                    pipeline.execute_command("EXPIRE", log.key, ttl)
+                    commands.append(("EXPIRE", log.key, ttl))
                     written.append((log, 0))
-        replies = await pipeline.execute(raise_on_error=False)
+        replies = await self._send(commands)
         refused = {log for (log, _), reply in zip(written, replies, strict=True) if isinstance(reply, Exception)}
         for log, seq in written:
             if seq and log not in refused:
@@ -154,8 +152,12 @@ class EventWriter:
                 raise ResponseError("the server refuses what should follow")
             await self._resume(log)
 
+    async def _send(self, commands: list[tuple[bytes | str | int, ...]]) -> list[Any]:
+        assert self._wire is not None  # noqa: S101 - connected by the caller
+        return await self._wire.send(commands)
+
     async def _connect(self) -> None:
-        self._client = await connect_async()
+        self._wire = await Wire.open()
         for log in list(self._logs):
             await self._resume(log)
 
@@ -167,15 +169,16 @@ class EventWriter:
         self.has_news(log)
 
     async def _last_seq(self, log: TurnLog) -> int:
-        assert self._client is not None  # noqa: S101 - connected by the caller
-        last = await self._client.execute_command("XREVRANGE", log.key, "+", "-", "COUNT", 1)
-        return events.seq_of(last[0][0]) if last else 0
+        (last,) = await self._send([("XREVRANGE", log.key, "+", "-", "COUNT", 1)])
+        if isinstance(last, Exception):
+            raise last
+        return events.seq_of(last[0]) if last else 0
 
     async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
             with contextlib.suppress(*UNREACHABLE):
-                await client.aclose()
+                await wire.close()
 
 
 _writers: WeakKeyDictionary[asyncio.AbstractEventLoop, EventWriter] = WeakKeyDictionary()

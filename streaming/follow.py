@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Patience:
         return cls(min(bounded) / 2000) if bounded else cls()
 
 
-async def follow(turn: ChatTurn, after: int = 0) -> AsyncIterator[Event]:
+async def follow(turn: ChatTurn, after: int = 0) -> AsyncGenerator[Event, None]:
     """The turn's events after seq `after` up to its end event. Close it (`aclosing`).
 
     While none come there are notices, and at least every half second a tick, so that the reader is never held up.

@@ -111,8 +111,8 @@ def _end_with_log(turn: ChatTurn, client: redis.Redis) -> bool:
 def _fence_and_read(client: redis.Redis, turn: ChatTurn) -> list[Event]:
     key = events.log_key(turn.tenant_id, turn.public_id)
     _add(client, key, events.FENCE_SEQ, events.encode(events.FENCE, 0, {}))
-    entries = client.execute_command("XRANGE", key, "-", f"({events.FENCE_SEQ}-0")
-    return [events.decode(entry_id, fields[b"e"]) for entry_id, fields in entries]
+    entries = client.xrange(key, max=f"({events.FENCE_SEQ}-0")
+    return [events.decode(entry) for entry in entries or ()]
 
 
 def _append_end(client: redis.Redis, turn: ChatTurn, ending: Ending, attempt: int) -> None:
@@ -123,11 +123,11 @@ def _append_end(client: redis.Redis, turn: ChatTurn, ending: Ending, attempt: in
 
 def _add(client: redis.Redis, key: str, seq: int, payload: bytes) -> None:
     try:
-        client.execute_command("XADD", key, f"{seq}-0", "e", payload)
+        client.xadd(key, {"e": payload}, id=f"{seq}-0")
     except ResponseError:
         # It is there already, or the end is: somebody else was here first, and died or finished.
-        last = client.execute_command("XREVRANGE", key, "+", "-", "COUNT", 1)
-        if not last or events.seq_of(last[0][0]) < seq:
+        last = client.xrevrange(key, count=1)
+        if not last or events.seq_of(last[0]) < seq:
             raise
 
 

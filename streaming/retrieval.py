@@ -72,7 +72,8 @@ def with_excerpts(messages: list[dict[str, Any]], hits: Sequence[SearchHit]) -> 
 
 def _bounded(hits: Sequence[SearchHit]) -> list[SearchHit]:
     """As many of the first as fit; the first always, since the model is better off with some of it than with none."""
-    room, kept = settings.CHAT_KNOWLEDGE_CHARACTERS, []
+    room = settings.CHAT_KNOWLEDGE_CHARACTERS
+    kept: list[SearchHit] = []
     for hit in hits:
         room -= len(hit.text)
         if kept and room < 0:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import redis
 import redis.asyncio
 from django.conf import settings
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-from redis.retry import Retry
 
-from project.embedded import EmbeddedValkeyError, hold_valkey
+from embeddings import valkey
+from embeddings.valkey import TIMEOUT_S, UNREACHABLE, ensure_server
 
-# What a caller may see while the server is away.
-UNREACHABLE = (RedisError, OSError, EmbeddedValkeyError, asyncio.TimeoutError)
-_TIMEOUT_S = 5.0
+__all__ = ["UNREACHABLE", "Wire", "connect", "connect_async"]
 
 
 async def connect_async() -> redis.asyncio.Redis:
     """A client with one connection, for one loop. Raises one of UNREACHABLE."""
-    await asyncio.to_thread(_ensure_server)
+    await asyncio.to_thread(ensure_server)
     client = redis.asyncio.Redis.from_url(
         settings.REDIS_URL,
         protocol=2,
-        socket_timeout=_TIMEOUT_S,
-        socket_connect_timeout=_TIMEOUT_S,
+        socket_timeout=TIMEOUT_S,
+        socket_connect_timeout=TIMEOUT_S,
         # Whoever uses a log reconnects by itself, and looks first at what the server has kept.
         retry=AsyncRetry(NoBackoff(), 0),
         single_connection_client=True,
@@ -39,18 +38,39 @@ async def connect_async() -> redis.asyncio.Redis:
     return client
 
 
+class Wire:
+    """One connection that never reconnects behind its user's back: after an error of UNREACHABLE it is over.
+
+    The client itself would go on silently on a new connection, to a server that may have lost what the old one wrote.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._connection = client.connection
+
+    @classmethod
+    async def open(cls) -> Wire:
+        return cls(await connect_async())
+
+    async def send(self, commands: Sequence[tuple[bytes | str | int, ...]]) -> list[Any]:
+        """The replies to the commands, sent in one packet; an error reply stands in its place."""
+        connection = self._connection
+        if connection is None or not connection.is_connected:
+            raise redis.ConnectionError("the connection is over")
+        await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        replies: list[Any] = []
+        for _ in commands:
+            try:
+                replies.append(await connection.read_response())
+            except redis.ResponseError as refused:
+                replies.append(refused)
+        return replies
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
 def connect() -> redis.Redis:
-    """A blocking client. Raises one of UNREACHABLE."""
-    _ensure_server()
-    return redis.Redis.from_url(
-        settings.REDIS_URL,
-        protocol=2,
-        socket_timeout=_TIMEOUT_S,
-        socket_connect_timeout=_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-    )
-
-
-def _ensure_server() -> None:
-    if settings.EMBEDDED_VALKEY:
-        hold_valkey(settings.VAR_DIR)
+    """A blocking client of the caller's own. Raises one of UNREACHABLE."""
+    ensure_server()
+    return valkey.connect()

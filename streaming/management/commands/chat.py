@@ -1,0 +1,104 @@
+"""`manage.py chat`: one question to a tenant's model over its knowledge base, answered as it arrives.
+
+The command runs the turn itself, so that it needs no worker; the turn is stored and logged like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from embeddings import registry
+from embeddings.errors import UsageError
+from embeddings.management.base import SluicegateCommand, add_json
+from embeddings.management.rendering import printable
+from streaming import claims, doors, events, turn, turn_run
+from streaming.claims import HeldClaim
+from streaming.models import ChatTurn
+from streaming.offer import default_offer
+from streaming.refusals import TooManyTurns, UnknownModel
+from streaming.states import TurnOrigin, TurnState
+
+
+class Failed(CommandError):
+    """The question was right, and its turn did not end well."""
+
+
+class Command(SluicegateCommand):
+    help = "Asks a tenant's model, over its knowledge base. Exit status 0 when the answer is complete, 1 otherwise."
+    examples = 'chat acme "How does the lane decide?"\nchat acme "Write a haiku" --no-knowledge --json'
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("tenant", help="the tenant's slug")
+        parser.add_argument("question", help="what to ask, in plain words")
+        parser.add_argument(
+            "--no-knowledge", action="store_true", help="ask the model alone, without the tenant's rows"
+        )
+        add_json(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        found, claim = self._take(options)
+        with claims.held(claim) as held, _cancelled_by_ctrl_c(held):
+            listener = None if options["json"] else self._show
+            turn_run.run_held(found, held, listener=listener)
+        found.refresh_from_db()
+        if options["json"]:
+            self.print_json(_report(found))
+        else:
+            self._show_sources(found)
+        if found.state != TurnState.COMPLETED:
+            raise Failed(f"{found.state}: {found.error_code} {printable(found.error_detail)}".rstrip())
+
+    def _take(self, options: dict[str, Any]) -> tuple[ChatTurn, turn.Claim]:
+        tenant = registry.find_tenant(options["tenant"])
+        if not options["question"].strip():
+            raise UsageError("the question is empty: say what to ask")
+        request = {"messages": [{"role": "user", "content": options["question"]}]}
+        try:
+            offer = default_offer(tenant, uses_knowledge=not options["no_knowledge"])
+            return doors.take_claimed(turn.NewTurn(tenant, offer, request, TurnOrigin.COMMAND))
+        except UnknownModel as error:
+            raise UsageError(f"{error} `manage.py tenant set {tenant} --chat-provider ...` gives it one.") from error
+        except TooManyTurns as error:
+            raise Failed(str(error)) from error
+
+    def _show(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
+        """Hears the events on the loop's thread, while the command's own thread waits."""
+        if kind == events.DELTA and data["choice"] == 0:
+            self.stdout.write(printable(data["delta"].get("content") or ""), ending="")
+            self.stdout.flush()
+        elif kind == events.ATTEMPT and attempt > 1:
+            self.note(f"attempt {attempt}")
+
+    def _show_sources(self, found: ChatTurn) -> None:
+        self.stdout.write("")
+        for source in found.sources:
+            place = f"{source['repository']} {source['path']}:{source['start_line']}-{source['end_line']}"
+            self.stdout.write(f"[{source['number']}] {printable(place)}")
+
+
+@contextlib.contextmanager
+def _cancelled_by_ctrl_c(held: HeldClaim) -> Iterator[None]:
+    """Ctrl-C cancels the turn: the provider's socket is closed, and what came so far is kept."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.cancel())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _report(found: ChatTurn) -> dict[str, Any]:
+    shown = ("number", "end_state", "error_kind", "chunks", "bytes")
+    attempts = doors.rendered(found)["attempts"]
+    return {
+        "turn": str(found.public_id),
+        "state": found.state,
+        "answer": found.answer,
+        "error_code": found.error_code,
+        "attempts": [{name: attempt[name] for name in shown} for attempt in attempts],
+        "sources": found.sources,
+    }
