@@ -12,6 +12,7 @@ import concurrent.futures
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event
 
 import numpy as np
@@ -24,7 +25,7 @@ from embeddings.durably import durably
 from embeddings.errors import ProviderBusy, ProviderConfigurationError, ProviderError, SluicegateError, TextRefused
 from embeddings.knowledge import batches, store
 from embeddings.knowledge.batches import Batch
-from embeddings.models import EmbeddingTask, Provider, RepositoryOutcome
+from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider, RepositoryOutcome
 from embeddings.providers import adapter_for
 from embeddings.providers.base import EmbeddingCall, EmbeddingProvider, RawReply
 from embeddings.states import TaskState
@@ -67,6 +68,12 @@ class _Call:
     future: concurrent.futures.Future[RawReply]
     left: Event
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a refusal could condemn a text: a half of a refused batch, or a batch of one text."""
+        is_alone = len(self.batch.texts) == 1
+        return not self.task.is_interactive and (is_alone or self.task.split_from_id is not None)
+
 
 @dataclass(frozen=True)
 class _Answered:
@@ -83,6 +90,7 @@ class _Drain:
     gate: gates.Gate = field(init=False)
     unstored: _Answered | None = None
     likely: tuple[int, Batch] | None = None
+    models: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate = gates.gate_for(self.provider)
@@ -120,7 +128,10 @@ class _Drain:
         for task in task_queue.fail_queued(self.provider.pk, error.code, str(error)):
             if task.is_interactive:
                 delivery.announce(task.id)
-            self.controls.on_task_ended(task)
+            self._ended(task)
+
+    def _ended(self, task: Dispatched) -> None:
+        durably(partial(self.controls.on_task_ended, task))
 
     def _reread(self) -> None:
         """Takes up a configuration that was changed since."""
@@ -133,22 +144,31 @@ class _Drain:
         with leases.kept(lambda: task_queue.renew(task)):
             call = self._start(task)
             if call is None:
-                self.controls.on_task_ended(task)
+                self._ended(task)
                 return None
             try:
-                call.left.wait(_DEPARTURE_S)
-                self._store_unstored()
-                self._prepare_next()
-                reply = self._wait(call)
+                reply = self._reply_to(call)
             except _GivenUp:
                 return None
             except (ProviderError, ProviderTimeoutError) as error:
                 self._failed(call, error)
                 return None
-            except BaseException:
-                call.future.cancel()
-                raise
             return self._answered(call, reply)
+
+    def _reply_to(self, call: _Call) -> RawReply:
+        """Waits for the reply, and does meanwhile what the call before it left to do."""
+        try:
+            call.left.wait(_DEPARTURE_S)
+            self._store_unstored()
+            self._prepare_next()
+            reply = self._wait(call)
+        except BaseException:
+            call.future.cancel()
+            raise
+        if call.is_suspect:
+            # A refusal of a suspect text must be heard while its slot is taken: the control text goes in its place.
+            call.adapter.decode(reply, len(call.batch.texts), None)
+        return reply
 
     # --- calling ---------------------------------------------------------------------------------------------------
     def _start(self, task: Dispatched) -> _Call | None:
@@ -164,7 +184,10 @@ class _Drain:
             task_queue.count_calls(task, -1)
             task_queue.remove_held(task, codes.ROWS_GONE)
             return None
-        call = self._embedding_call(batch.texts, task)
+        return self._send(task, batch, adapter, is_control=False)
+
+    def _send(self, task: Dispatched, batch: Batch, adapter: EmbeddingProvider, *, is_control: bool) -> _Call:
+        call = self._embedding_call(batch.texts, task, is_control)
         return _Call(task, batch, adapter, event_loop.submit(adapter.embed(call)), call.left)
 
     def _batch_of(self, task: Dispatched) -> Batch:
@@ -175,20 +198,29 @@ class _Drain:
             return self.likely[1]
         return batches.load(task.id)
 
-    def _embedding_call(self, texts: tuple[str, ...], task: Dispatched, is_control: bool = False) -> EmbeddingCall:
+    def _embedding_call(self, texts: tuple[str, ...], task: Dispatched, is_control: bool) -> EmbeddingCall:
         provider = self.provider
         deadline_ms = provider.query_timeout_ms if task.is_interactive else provider.embedding_timeout_ms
         return EmbeddingCall(
             texts=texts,
-            model=_model_of(task, provider),
+            model=self._model_of(task),
             is_interactive=task.is_interactive,
             deadline_s=max(1.0, deadline_ms / 1000),
             left=Event(),
             may_test_format=is_control or task.is_interactive,
         )
 
+    def _model_of(self, task: Dispatched) -> str:
+        """The generation's own model: the provider's present one may be another by now."""
+        found = self.models.get(task.generation_id)
+        if found is None:
+            found = EmbeddingGeneration.objects.values_list("model", flat=True).get(pk=task.generation_id)
+            self.models[task.generation_id] = found
+        return found
+
     def _prepare_next(self) -> None:
         """A guess: the texts of the task that will most likely be next are read while the server is at work."""
+        self._reread()
         task_id = self.gate.likely_next(self.provider)
         batch = batches.load(task_id) if task_id else None
         self.likely = (task_id, batch) if task_id and batch and batch.texts else None
@@ -209,13 +241,13 @@ class _Drain:
                 call.future.cancel()
                 task_queue.release_slot(call.task)
                 raise _GivenUp
-        return call.future.result()
+        return _result_of(call)
 
     # --- a reply -----------------------------------------------------------------------------------------------------
     def _answered(self, call: _Call, reply: RawReply) -> Dispatched | None:
         """Frees the slot before the reply is decoded, and dispatches the next task in the same transaction."""
         if self._goes_on():
-            held, following = self.gate.settle_and_admit(self.provider, call.task)
+            held, following = durably(lambda: self.gate.settle_and_admit(self.provider, call.task))
         else:
             held, following = task_queue.settle(call.task), None
         if held:
@@ -248,13 +280,13 @@ class _Drain:
             try:
                 self._store(answered)
             except TextRefused as error:
-                self._refused(answered.task, answered.batch, error)
+                self._refused_late(answered, error)
             except (OperationalError, InterfaceError):
                 # The database stayed away for longer than the bound: the lease is lost and the batch bought again.
                 raise
             except (SluicegateError, DatabaseError) as error:
-                self._fail(answered.task, error)
-        self.controls.on_task_ended(answered.task)
+                self._fail_late(answered.task, error)
+        self._ended(answered.task)
 
     def _store(self, answered: _Answered) -> None:
         task = answered.task
@@ -279,44 +311,70 @@ class _Drain:
     # --- a failure ---------------------------------------------------------------------------------------------------
     def _failed(self, call: _Call, error: ProviderError | ProviderTimeoutError) -> None:
         """One failed call: a batch may go back, be split, or fail for good. The slot never passes straight on."""
+        try:
+            self._settle_failure(call, error)
+        except _GivenUp:
+            return
+        # Where the task was cancelled meanwhile, its slot went with none of these.
+        task_queue.release_slot(call.task)
+        self._ended(call.task)
+
+    def _settle_failure(self, call: _Call, error: ProviderError | ProviderTimeoutError) -> None:
         task = call.task
         task_queue.count_calls(task, error.calls - 1)
         if _was_removed(task):
-            task_queue.release_slot(task)
-        elif isinstance(error, ProviderBusy) and not task.is_interactive:
+            return
+        if isinstance(error, ProviderBusy) and not task.is_interactive:
             task_queue.requeue_busy(task, _patience_ms(error), str(error))
         elif isinstance(error, TextRefused) and not task.is_interactive:
-            self._refused(task, call.batch, error)
+            self._refused(call, error)
         else:
             self._fail(task, error)
-        self.controls.on_task_ended(task)
 
-    def _refused(self, task: Dispatched, batch: Batch, error: TextRefused) -> None:
+    def _refused(self, call: _Call, error: TextRefused) -> None:
         """Isolates the refused text, and condemns it only if the provider takes some other text."""
+        task, batch = call.task, call.batch
         root = batches.root_id(task.id)
         if len(batch.texts) > 1 and root == task.id:
             batches.split(task, batch)
-        elif not batches.has_landed(root) and not self._control_lands(task, root):
+            return
+        try:
+            is_texts_own = batches.has_landed(root) or self._control_lands(call, root)
+        except (ProviderBusy, ProviderTimeoutError) as instead:
+            # The server's state, not the text, is what this task ends with.
+            self._settle_failure(call, instead)
+            return
+        if not is_texts_own:
             self._fail(task, error)
         elif len(batch.texts) > 1:
             batches.split(task, batch)
         else:
             batches.condemn(task, batch, str(error))
 
-    def _control_lands(self, task: Dispatched, root: int) -> bool:
-        """Whether the provider takes the control text. Sent in the refused call's place, while its slot is still taken."""
-        if not EmbeddingTask.objects.filter(pk=task.id, state=TaskState.DISPATCHED).exists():
-            return False
-        call = self._embedding_call((CONTROL_TEXT,), task, is_control=True)
+    def _refused_late(self, answered: _Answered, error: TextRefused) -> None:
+        """A whole batch whose reply was refused once its slot was free: it is split, as after any refusal."""
+        if answered.task.is_interactive or len(answered.batch.texts) == 1:
+            self._fail_late(answered.task, error)
+        else:
+            batches.split(answered.task, answered.batch)
+
+    def _control_lands(self, call: _Call, root: int) -> bool:
+        """Whether the provider takes the control text. Sent in the refused call's place, while its slot is still taken.
+
+        Raises ProviderBusy or ProviderTimeoutError where the server says nothing about texts at all.
+        """
+        control = self._send(call.task, Batch((CONTROL_TEXT,), ((),)), call.adapter, is_control=True)
+        task_queue.count_calls(call.task, 1)
         try:
-            adapter = adapter_for(self.provider)
-            reply = event_loop.run(adapter.embed(call))
-            adapter.decode(reply, 1, None)
+            reply = self._wait(control)
+            call.adapter.decode(reply, 1, None)
+        except ProviderBusy:
+            raise
         except ProviderError as error:
-            task_queue.count_calls(task, error.calls)
+            task_queue.count_calls(call.task, error.calls - 1)
             return False
-        self._remember_format(adapter)
-        task_queue.count_calls(task, reply.calls)
+        self._remember_format(call.adapter)
+        task_queue.count_calls(call.task, reply.calls - 1)
         return EmbeddingTask.objects.filter(pk=root).update(control_passed=True) == 1
 
     def _fail(self, task: Dispatched, error: Exception) -> None:
@@ -328,16 +386,27 @@ class _Drain:
         if task.is_interactive:
             delivery.announce(task.id)
 
+    def _fail_late(self, task: Dispatched, error: SluicegateError | DatabaseError) -> None:
+        """The reply came: whatever is wrong with it, or with the database, is no provider timeout and notifies nobody."""
+        code = codes.STORE_FAILED if isinstance(error, DatabaseError) else error.code
+        task_queue.fail(task, code, str(error))
+        if task.is_interactive:
+            delivery.announce(task.id)
+
 
 class _GivenUp(Exception):
     """The call was given up on purpose; the task's row says why."""
 
 
-def _model_of(task: Dispatched, provider: Provider) -> str:
-    """An interactive text may ask an older generation's model; a batch is only ever admitted for the current one."""
-    if not task.is_interactive:
-        return provider.embedding_model
-    return EmbeddingTask.objects.values_list("generation__model", flat=True).get(pk=task.id)
+def _result_of(call: _Call) -> RawReply:
+    try:
+        return call.future.result()
+    except (ProviderError, ProviderTimeoutError):
+        raise
+    except Exception as error:
+        # Whatever else the client raises for these texts ends their task: left alone, it would be tried for ever.
+        logger.exception("embedding task %s: the call could not be made", call.task.id)
+        raise ProviderError(f"the call could not be made: {type(error).__name__}") from error
 
 
 def _was_removed(task: Dispatched) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from datetime import datetime, timedelta
 
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q
 from django.utils import timezone
 
@@ -49,6 +49,7 @@ def spare(run_id: int, status: OutcomeStatus, code: str) -> None:
     Dispatched work is left alone and keeps what it earns. The caller holds the run's lock.
     """
     TenantRun.objects.filter(pk=run_id).update(dispatch_allowed=False)
+    _lock_unfinished(run_id)
     out = EmbeddingTask.objects.filter(outcome=OuterRef("pk"), state__in=(TaskState.DISPATCHED, TaskState.ANSWERED))
     idle = Q(status=OutcomeStatus.PENDING) | Q(status=OutcomeStatus.EMBEDDING) & ~Exists(out)
     # The outcomes before their tasks: that is the order of locks.
@@ -56,6 +57,13 @@ def spare(run_id: int, status: OutcomeStatus, code: str) -> None:
         status=status, error_code=code, finished_at=timezone.now()
     )
     task_queue.remove_queued(code, run=run_id)
+
+
+def _lock_unfinished(run_id: int) -> None:
+    """In a statement of its own: the next one then sees what an admission that held an outcome has dispatched."""
+    if connection.vendor == "postgresql":
+        unfinished = RepositoryOutcome.objects.filter(run=run_id, status__in=OUTCOME_UNFINISHED).order_by("pk")
+        list(unfinished.select_for_update(no_key=True).values_list("pk", flat=True))
 
 
 def stop_reason(run: TenantRun) -> tuple[OutcomeStatus, str]:

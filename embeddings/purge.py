@@ -15,6 +15,8 @@ from embeddings.models import EmbeddingTask, Repository, RepositoryOutcome, Sour
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED, TaskPriority
 
 _BATCH = 1_000
+# More than an hour of searches, and of batches, can leave behind.
+_TASKS_MAX = 200_000
 INTERACTIVE_KEPT = timedelta(hours=1)
 
 
@@ -31,8 +33,10 @@ def purge_tasks(old: object) -> int:
     """Settled tasks past their retention; an interactive caller's texts go within the hour."""
     interactive = Q(priority=TaskPriority.INTERACTIVE, settled_at__lt=timezone.now() - INTERACTIVE_KEPT)
     settled = EmbeddingTask.objects.filter(Q(settled_at__lt=old) | interactive, slot=None)
-    some = list(settled.values_list("pk", flat=True)[:_BATCH])
-    return EmbeddingTask.objects.filter(pk__in=some).delete()[0] if some else 0
+    gone = 0
+    while gone < _TASKS_MAX and (some := list(settled.values_list("pk", flat=True)[:_BATCH])):
+        gone += EmbeddingTask.objects.filter(pk__in=some).delete()[0]
+    return gone
 
 
 def purge_runs(old: object) -> None:

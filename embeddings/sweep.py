@@ -95,7 +95,8 @@ def _start_run(
             provider=provider, generation=generation, trigger=trigger, concurrency=concurrency
         )
         RunCircuit.objects.create(run=run)
-        for repository in repositories:
+        # In one order: two starts over the same repositories wait for each other's outcomes on PostgreSQL.
+        for repository in sorted(repositories, key=lambda one: one.pk):
             _create_outcome(run, repository)
     ring_run(run)
     return run
@@ -358,12 +359,17 @@ def _reclaim_scans(run: TenantRun) -> None:
     for outcome in lost:
         with transaction.atomic():
             locked = task_queue.lock_run(run.pk)
-            again = locked.dispatch_allowed and outcome.scan_losses + 1 < SCAN_LOSSES_MAX
             still_lost = lost.filter(pk=outcome.pk, scan_token=outcome.scan_token)
-            if again:
+            if not locked.dispatch_allowed:
+                run.refresh_from_db()
+                status, code = outcomes.stop_reason(run)
+            elif outcome.scan_losses + 1 < SCAN_LOSSES_MAX:
                 still_lost.update(status=OutcomeStatus.PENDING, scan_token="", scan_losses=outcome.scan_losses + 1)
-            elif still_lost.exists():
-                outcomes.decide(outcome.pk, OutcomeStatus.INTERRUPTED, code=codes.SCAN_LOST)
+                continue
+            else:
+                status, code = OutcomeStatus.INTERRUPTED, codes.SCAN_LOST
+            if still_lost.exists():
+                outcomes.decide(outcome.pk, status, code=code)
 
 
 def _stop(run: TenantRun, status: OutcomeStatus, code: str) -> None:
@@ -383,9 +389,10 @@ def _record_decided(run: TenantRun) -> None:
 def _finish(run: TenantRun) -> None:
     with transaction.atomic():
         task_queue.lock_run(run.pk)
-        statuses = set(run.outcomes.values_list("status", flat=True))
-        if statuses.intersection(OUTCOME_UNFINISHED):
+        if run.outcomes.filter(is_recorded=False).exists():
+            # Unfinished, or decided by someone else just now: whoever decided it advances the run after us.
             return
+        statuses = set(run.outcomes.values_list("status", flat=True))
         run.refresh_from_db()
         TenantRun.objects.filter(pk=run.pk, status__in=RUN_UNFINISHED).update(
             status=run_status(statuses, was_cancelled=run.cancel_requested_at is not None),
@@ -426,6 +433,7 @@ def is_claimable(run: TenantRun) -> bool:
 def request_cancel(run: TenantRun) -> None:
     """Cancels what the run has not decided: queued work goes, calls at the provider are given up, scans stop."""
     with transaction.atomic():
+        task_queue.lock_provider(run.provider_id)
         task_queue.lock_run(run.pk)
         TenantRun.objects.filter(pk=run.pk, cancel_requested_at=None, status__in=RUN_UNFINISHED).update(
             cancel_requested_at=timezone.now(), dispatch_allowed=False
@@ -438,6 +446,7 @@ def request_cancel(run: TenantRun) -> None:
 def cancel_outcome(outcome: RepositoryOutcome) -> None:
     """Cancels one repository's part of a run."""
     with transaction.atomic():
+        task_queue.lock_provider(outcome.run.provider_id)
         task_queue.lock_run(outcome.run_id)
         _cancel(outcome.pk)
     advance(outcome.run_id)

@@ -48,6 +48,7 @@ class Dispatched:
     priority: int
     run_id: int | None
     outcome_id: int | None
+    split_from_id: int | None = None
 
     @property
     def is_interactive(self) -> bool:
@@ -94,6 +95,12 @@ def put_interactive(
     )
 
 
+def lock_provider(provider_id: int) -> None:
+    """Locks the provider before the run, where dispatched tasks are to be ended: an admission holds it, and tasks."""
+    with connection.cursor() as cursor:
+        _lock_provider(cursor, provider_id)
+
+
 @dataclass(frozen=True)
 class LockedRun:
     provider_id: int
@@ -132,10 +139,11 @@ def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool
     """
     with transaction.atomic(), connection.cursor() as cursor:
         _relax_commit(cursor)
-        _lock_provider(cursor, task.provider_id)
+        gate = _lock_provider(cursor, task.provider_id)
         held = _execute(cursor, _SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
         try:
-            return held, _admit(cursor, task.provider_id, slots, order)
+            # Without reclaiming: that locks runs, which come before the task that is locked by now.
+            return held, _pick_and_dispatch(cursor, gate, slots, order)
         except ProviderConfigurationError:
             # The reply counts whatever the cap is by now; the next admission says what is wrong with it.
             return held, None
@@ -143,12 +151,15 @@ def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool
 
 def _admit(cursor: CursorWrapper, provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
     gate = _lock_provider(cursor, provider_id)
-    if gate is None:
+    if gate is not None:
+        _reclaim(cursor, provider_id)
+    return _pick_and_dispatch(cursor, gate, slots, order)
+
+
+def _pick_and_dispatch(cursor: CursorWrapper, gate: _Gate | None, slots: Slots, order: Order) -> Dispatched | None:
+    if gate is None or gate.is_paused:
         return None
-    _reclaim(cursor, provider_id)
-    if gate.is_paused:
-        return None
-    free = _free_slot(cursor, provider_id, slots(gate.cap))
+    free = _free_slot(cursor, gate.provider_id, slots(gate.cap))
     if free is _NO_SLOT:
         return None
     while picked := _pick(cursor, gate, order):
@@ -426,7 +437,7 @@ _PROVIDER_BUSY = "UPDATE embeddings_provider SET busy_until = {ahead} WHERE id =
 _LOCK_OUTCOME = "SELECT 1 FROM embeddings_repositoryoutcome WHERE id = %(outcome)s {lock}"
 _TAKEN_SLOTS = f"SELECT slot FROM {_TASK} WHERE provider_id = %(provider)s AND slot IS NOT NULL"
 _PICK_ANY = f"""
-SELECT t.id, t.generation_id, t.priority, t.run_id, t.outcome_id FROM {_TASK} t
+SELECT t.id, t.generation_id, t.priority, t.run_id, t.outcome_id, t.split_from_id FROM {_TASK} t
 JOIN embeddings_embeddinggeneration g ON g.id = t.generation_id
 JOIN embeddings_provider p ON p.id = t.provider_id
 LEFT JOIN embeddings_tenantrun r ON r.id = t.run_id
@@ -451,8 +462,9 @@ WHERE id = %(outcome)s"""
 _COUNT_CALLS = """
 UPDATE embeddings_repositoryoutcome SET provider_calls = provider_calls + %(further)s WHERE id = %(outcome)s"""
 _OVERTAKING = f"""
-UPDATE embeddings_provider SET overtaken_since = {{now}} WHERE id = %(provider)s AND overtaken_since IS NULL
-  AND EXISTS (SELECT 1 FROM {_TASK} t WHERE t.provider_id = %(provider)s AND t.state = 0 AND t.priority = 1)"""
+UPDATE embeddings_provider SET overtaken_since = CASE
+  WHEN EXISTS (SELECT 1 FROM {_TASK} t WHERE t.provider_id = %(provider)s AND t.state = 0 AND t.priority = 1)
+  THEN COALESCE(overtaken_since, {{now}}) END WHERE id = %(provider)s"""
 _NOT_OVERTAKEN = """
 UPDATE embeddings_provider SET overtaken_since = NULL WHERE id = %(provider)s AND overtaken_since IS NOT NULL"""
 _HAS_WORK = f"""

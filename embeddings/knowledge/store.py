@@ -17,7 +17,8 @@ from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from embeddings.errors import DimensionMismatch
 from embeddings.knowledge.chunking import Chunk
-from embeddings.models import EmbeddingGeneration, FileVersion, KnowledgeRow, Repository, SourceFile
+from embeddings.models import EmbeddingGeneration, FileVersion, KnowledgeRow, Repository, RepositoryOutcome, SourceFile
+from embeddings.states import OUTCOME_UNFINISHED
 from embeddings.vectors import database_value
 
 _CHUNK = 500
@@ -122,16 +123,27 @@ def promote_generation(repository: Repository, generation_id: int) -> bool:
 
     Until then search answers from the older generation: never from both, never from nothing.
     """
-    older = FileVersion.objects.filter(file__repository=repository).exclude(generation=generation_id)
-    if repository.live_generation_id == generation_id and not older.exists():
+    others = FileVersion.objects.filter(file__repository=repository).exclude(generation=generation_id)
+    found = list(others.values_list("pk", flat=True))
+    if repository.live_generation_id == generation_id and not found:
         return False
     with transaction.atomic():
-        if FileVersion.objects.filter(file__repository=repository, generation=generation_id, is_live=False).exists():
+        if _is_at_work(repository) or _has_unpublished(repository, generation_id):
             return False
+        _delete_versions(FileVersion.objects.filter(pk__in=found))
+        # The repository last, as everywhere.
         Repository.objects.filter(pk=repository.pk).update(live_generation=generation_id)
-        _delete_versions(older)
         _touch(repository.pk)
     return True
+
+
+def _is_at_work(repository: Repository) -> bool:
+    """Whether a later run is at work on it, perhaps for a newer generation: that run promotes its own."""
+    return RepositoryOutcome.objects.filter(repository=repository, status__in=OUTCOME_UNFINISHED).exists()
+
+
+def _has_unpublished(repository: Repository, generation_id: int) -> bool:
+    return FileVersion.objects.filter(file__repository=repository, generation=generation_id, is_live=False).exists()
 
 
 def _file_ids(place: Place, paths: Sequence[str]) -> dict[str, int]:
@@ -192,7 +204,7 @@ def _publish_complete(repository_id: int, version_ids: Sequence[int]) -> None:
 
 def _delete_versions(versions: QuerySet[FileVersion]) -> int:
     """Rows first: they have no dependents, so that one statement takes them all. Returns how many rows went."""
-    version_ids = list(versions.values_list("pk", flat=True))
+    version_ids = _locked(versions)
     gone = 0
     for start in range(0, len(version_ids), _CHUNK):
         some = version_ids[start : start + _CHUNK]
@@ -264,10 +276,15 @@ def learn_dimensions(generation_id: int, found: int) -> None:
 def _locked_versions(row_ids: Sequence[int]) -> list[int]:
     """Locks the rows' versions in the order of their ids: two batches of one file see each other's vectors."""
     version_ids = KnowledgeRow.objects.filter(pk__in=row_ids).values("version")
-    versions = FileVersion.objects.filter(pk__in=version_ids).order_by("pk")
+    return _locked(FileVersion.objects.filter(pk__in=version_ids))
+
+
+def _locked(versions: QuerySet[FileVersion]) -> list[int]:
+    """Versions before their rows, whoever writes or deletes them: that is the order of locks."""
+    ordered = versions.order_by("pk")
     if connection.vendor == "postgresql":
-        versions = versions.select_for_update(no_key=True)
-    return list(versions.values_list("pk", flat=True))
+        ordered = ordered.select_for_update(no_key=True, of=("self",))
+    return list(ordered.values_list("pk", flat=True))
 
 
 def _update_vectors(rows: Sequence[tuple[int, np.ndarray]]) -> int:
