@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime
 from typing import Any
 
 from django.db.models import Count, F, OuterRef, QuerySet, Subquery
@@ -101,6 +102,11 @@ def provider_facts(provider: Any) -> dict[str, Any]:
         "queued": provider.queued,
         "dispatched": provider.dispatched,
     }
+
+
+def moment(when: datetime | None) -> str:
+    """A moment in UTC, to the second; empty for none."""
+    return when.strftime("%Y-%m-%d %H:%M:%SZ") if when else ""
 
 
 def admission(provider: Provider) -> str:

@@ -162,6 +162,11 @@ def seconds_of(run: TenantRun) -> float | None:
     return round(((run.finished_at or timezone.now()) - run.started_at).total_seconds(), 1)
 
 
+def reason(outcome: RepositoryOutcome) -> str:
+    """Why the outcome is what it is, and the provider's own code behind it; empty for a success."""
+    return " < ".join(code for code in (outcome.error_code, outcome.source_error_code) if code)
+
+
 def outcome_seconds(outcome: RepositoryOutcome) -> str:
     """How long the outcome took, or has taken so far; a dash before its scan."""
     if outcome.started_at is None:

@@ -8,6 +8,7 @@ from django.http import HttpRequest
 
 from embeddings import facts, overview, run_facts
 from embeddings.admin.parts import link
+from embeddings.facts import moment
 from embeddings.models import Repository
 
 Table = dict[str, Any]
@@ -31,7 +32,7 @@ def _stalled() -> Table:
     rows = [
         [
             link(run, run_facts.short_id(run)),
-            run.circuit.opened_at,
+            moment(run.circuit.opened_at),
             run.provider.name,
             run.circuit.opened_by,
             run.circuit.source_error_code,
@@ -50,7 +51,7 @@ def _unfinished() -> Table:
             run.status,
             f"{run.outcome_count - run.unfinished_count} of {run.outcome_count}",
             run.trigger,
-            run.created_at,
+            moment(run.created_at),
         ]
         for run in _any(overview.unfinished_runs())
     ]
@@ -67,7 +68,13 @@ def _providers() -> Table:
 
 def _troubled() -> Table:
     rows = [
-        [link(one, one), one.consecutive_failures, _last(one, "status"), _last(one, "error_code"), one.next_due_at]
+        [
+            link(one, one),
+            one.consecutive_failures,
+            _last(one, "status"),
+            _last(one, "error_code") or "-",
+            moment(one.next_due_at) or "-",
+        ]
         for one in overview.troubled_repositories()
     ]
     return {"headers": ["repository", "failures in a row", "last outcome", "reason", "tried next"], "rows": rows}
@@ -75,7 +82,12 @@ def _troubled() -> Table:
 
 def _due() -> Table:
     rows = [
-        [link(one, one), one.next_due_at, _last(one, "status") or "never swept", _last(one, "error_code") or "-"]
+        [
+            link(one, one),
+            moment(one.next_due_at),
+            _last(one, "status") or "never swept",
+            _last(one, "error_code") or "-",
+        ]
         for one in overview.due_next()
     ]
     return {"headers": ["repository", "due", "last outcome", "reason"], "rows": rows}

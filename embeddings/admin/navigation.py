@@ -13,26 +13,30 @@ _SECTIONS = (
     (
         "Set up",
         (
-            ("embeddings.Provider", "dns"),
-            ("embeddings.Tenant", "groups"),
-            ("embeddings.TenantApiKey", "key"),
-            ("embeddings.Repository", "folder_data"),
+            ("embeddings.Provider", "Providers", "dns"),
+            ("embeddings.Tenant", "Tenants", "groups"),
+            ("embeddings.TenantApiKey", "API keys", "key"),
+            ("embeddings.Repository", "Repositories", "folder_data"),
         ),
     ),
     (
         "Sweeps",
         (
-            ("embeddings.TenantRun", "sync"),
-            ("embeddings.RepositoryOutcome", "fact_check"),
-            ("embeddings.EmbeddingTask", "stacks"),
-            ("embeddings.KnowledgeRow", "segment"),
+            ("embeddings.TenantRun", "Runs", "sync"),
+            ("embeddings.RepositoryOutcome", "Outcomes", "fact_check"),
+            ("embeddings.EmbeddingTask", "Embedding tasks", "stacks"),
+            ("embeddings.KnowledgeRow", "Knowledge rows", "segment"),
         ),
     ),
     (
         "Chat",
-        (("streaming.ChatTurn", "chat"), ("streaming.Conversation", "forum"), ("streaming.ChatAttempt", "repeat")),
+        (
+            ("streaming.ChatTurn", "Turns", "chat"),
+            ("streaming.Conversation", "Conversations", "forum"),
+            ("streaming.ChatAttempt", "Attempts", "repeat"),
+        ),
     ),
-    ("Access", (("auth.User", "person"), ("auth.Group", "group"))),
+    ("Access", (("auth.User", "Users", "person"), ("auth.Group", "Groups", "group"))),
 )
 
 
@@ -43,14 +47,14 @@ def sections(request: HttpRequest) -> list[dict[str, Any]]:
     return [{"items": [overview]}, *(section for section in found if section["items"])]
 
 
-def _items(request: HttpRequest, models: tuple[tuple[str, str], ...]) -> list[dict[str, Any]]:
-    registered = ((apps.get_model(name), icon) for name, icon in models)
+def _items(request: HttpRequest, models: tuple[tuple[str, str, str], ...]) -> list[dict[str, Any]]:
+    found = ((apps.get_model(name), title, icon) for name, title, icon in models)
     return [
         {
-            "title": model._meta.verbose_name_plural.capitalize(),  # type: ignore[union-attr]  # never unset
+            "title": title,
             "icon": icon,
             "link": reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist"),
         }
-        for model, icon in registered
+        for model, title, icon in found
         if admin.site.is_registered(model) and admin.site.get_model_admin(model).has_view_permission(request)
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
 
 from django import forms
 from django.contrib import messages
@@ -17,7 +18,10 @@ from django.utils.safestring import SafeString
 from unfold.admin import ModelAdmin, TabularInline
 from unfold.decorators import action, display
 from unfold.forms import BaseDialogForm
+from unfold.utils import display_for_label
 from unfold.widgets import UnfoldAdminTextareaWidget
+
+from embeddings.facts import moment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,15 +38,28 @@ LABELS: dict[str, str] = {
 def column(
     description: str, *, label: bool | Mapping[str, str] = False, ordering: str | None = None, boolean: bool = False
 ) -> Callable[[F], F]:
-    """A computed column; with `label` it is shown as a coloured label."""
+    """A computed column; with `label` it is shown as a coloured label, on the row's page and in inlines, too.
+
+    A label is a status, or a status that gives the colour and the text beside it.
+    """
+    colours = LABELS if label is True else dict(label or {})
 
     def mark(function: F) -> F:
-        marked: F = display(
-            function, description=description, label=label or None, ordering=ordering, boolean=boolean or None
-        )
+        shown = _labelled(function, colours) if label else function
+        marked: F = display(shown, description=description, ordering=ordering, boolean=boolean or None)
         return marked
 
     return mark
+
+
+def moment_column(field: str, description: str) -> Callable[[Any, Any], str]:
+    """A moment of the row, in UTC and to the second."""
+
+    @column(description, ordering=field)
+    def shown(page: Any, row: Any) -> str:
+        return moment(getattr(row, field)) or "-"
+
+    return shown
 
 
 def bulk(description: str, permission: str = "change") -> Callable[[F], F]:
@@ -80,6 +97,15 @@ class Page(ModelAdmin):  # type: ignore[misc]  # unfold is not typed
     compressed_fields = True
     warn_unsaved_form = True
 
+    def offers(self, name: str, row: Any) -> bool:
+        """Whether this button makes sense on this row's page."""
+        return True
+
+    def get_actions_detail(self, request: HttpRequest, object_id: int) -> list[Any]:
+        offered = super().get_actions_detail(request, object_id)
+        row = self.get_object(request, str(object_id)) if offered else None
+        return [one for one in offered if row is None or self.offers(one.path, row)]
+
     def chosen(self, request: HttpRequest, object_id: str) -> Any:
         """The row that a button was pressed for. Raises Http404."""
         found = self.get_object(request, object_id)
@@ -92,7 +118,7 @@ class Page(ModelAdmin):  # type: ignore[misc]  # unfold is not typed
 
     def back_to(self, request: HttpRequest, row: Model | None = None) -> HttpResponseBase:
         """To the row's page, or to the list where there is no row any more."""
-        url = page_url(row) if row else reverse(f"admin:embeddings_{self.opts.model_name}_changelist")
+        url = page_url(row) if row else reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist")
         return HttpResponse(headers={"HX-Redirect": url}) if request.headers.get("HX-Request") else redirect(url)
 
 
@@ -111,7 +137,7 @@ class FactsPage(Page):
         return False
 
     def has_operate_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        allowed: bool = request.user.has_perm(f"embeddings.change_{self.opts.model_name}")
+        allowed: bool = request.user.has_perm(f"{self.opts.app_label}.change_{self.opts.model_name}")
         return allowed
 
 
@@ -164,9 +190,18 @@ class LinesField(forms.CharField):
         return bool(self.to_python(initial) != self.to_python(data))
 
 
+def _labelled(function: Callable[..., Any], colours: Mapping[str, str]) -> Callable[..., Any]:
+    @wraps(function)
+    def shown(page: Any, row: Any) -> SafeString:
+        value = function(page, row)
+        return cast(SafeString, display_for_label(value, "-", colours)) if value else SafeString("-")
+
+    return shown
+
+
 def page_url(row: Model) -> str:
     """The address of a row's page."""
-    return reverse(f"admin:embeddings_{row._meta.model_name}_change", args=(row.pk,))
+    return reverse(f"admin:{row._meta.app_label}_{row._meta.model_name}_change", args=(row.pk,))
 
 
 def link(row: Model, text: object) -> SafeString:

@@ -11,7 +11,7 @@ from unfold.contrib.filters.admin import BooleanRadioFilter, ChoicesRadioFilter
 from unfold.forms import BaseDialogForm
 
 from embeddings import facts, registry
-from embeddings.admin.parts import LABELS, FactsInline, Page, RulesForm, bulk, column, confirmed
+from embeddings.admin.parts import LABELS, FactsInline, Page, RulesForm, bulk, column, confirmed, moment_column
 from embeddings.models import EmbeddingGeneration, Provider
 
 
@@ -53,10 +53,10 @@ class ProviderAdmin(Page):
     search_fields = ("name", "base_url", "embedding_model", "chat_model")
     actions = ("pause", "resume")
     actions_detail = ("pause_one", "resume_one")
-    readonly_fields = ("state", "work", "admission", "dimensions", "created_at")
+    readonly_fields = ("state", "work", "admission", "dimensions", "created")
     fieldsets = (
         (None, {"fields": (("name", "kind"), "base_url", ("embedding_model", "chat_model"), "api_key_env")}),
-        ("Now", {"fields": (("state", "work"), ("admission", "dimensions"), "created_at")}),
+        ("Now", {"fields": (("state", "work"), ("admission", "dimensions"), "created")}),
         (
             "Embedding",
             {
@@ -91,6 +91,11 @@ class ProviderAdmin(Page):
         for note in registry.notes_on(obj, form.changed_data if change else ()):
             self.done(request, note, messages.WARNING)
         registry.save_provider(obj, form.changed_data)
+
+    created = moment_column("created_at", "created")
+
+    def offers(self, name: str, row: Provider) -> bool:
+        return row.is_paused == (name == "resume_one")
 
     @column("state", label=LABELS)
     def state(self, provider: Any) -> tuple[str, str]:

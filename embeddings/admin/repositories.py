@@ -12,7 +12,7 @@ from unfold.forms import BaseDialogForm
 
 from embeddings import facts, registry
 from embeddings.admin.filters import LastOutcomeFilter
-from embeddings.admin.parts import LABELS, LinesField, Page, RulesForm, bulk, column, confirmed
+from embeddings.admin.parts import LABELS, LinesField, Page, RulesForm, bulk, column, confirmed, moment_column
 from embeddings.admin.sweeping import sweep_now
 from embeddings.knowledge import store
 from embeddings.models import Repository
@@ -34,15 +34,15 @@ class RepositoryAdmin(Page):
     empty_hint = "Add a git repository to a tenant: a path on this machine, or an https or ssh URL."
     list_display = (
         "name",
-        "source",
         "last_outcome",
         "reason",
         "rows",
         "pending",
         "undeliverable",
-        "consecutive_failures",
-        "next_due_at",
+        "failures",
+        "next_due",
         "enabled",
+        "source",
     )
     list_filter = (
         LastOutcomeFilter,
@@ -54,13 +54,13 @@ class RepositoryAdmin(Page):
     ordering = ("tenant__slug", "slug")
     actions = ("sweep", "retry_undeliverable")
     actions_detail = ("sweep_one", "retry_one", "remove")
-    readonly_fields = ("last_outcome", "reason", "indexed_revision", "consecutive_failures", "next_due_at")
+    readonly_fields = ("last_outcome", "reason", "indexed_revision", "failures", "next_due")
     fieldsets = (
         (
             None,
             {"fields": (("tenant", "slug"), "source", "ref", ("include", "exclude"), ("enabled", "cadence_minutes"))},
         ),
-        ("Now", {"fields": (("last_outcome", "reason"), ("indexed_revision", "consecutive_failures"), "next_due_at")}),
+        ("Now", {"fields": (("last_outcome", "reason"), ("indexed_revision", "failures"), "next_due")}),
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Repository]:
@@ -77,6 +77,12 @@ class RepositoryAdmin(Page):
         for note in registry.repository_notes(obj):
             self.done(request, note, messages.WARNING)
 
+    next_due = moment_column("next_due_at", "next due")
+
+    @column("failures in a row", ordering="consecutive_failures")
+    def failures(self, repository: Repository) -> int:
+        return repository.consecutive_failures
+
     @column("repository", ordering="slug")
     def name(self, repository: Repository) -> str:
         return str(repository)
@@ -91,15 +97,15 @@ class RepositoryAdmin(Page):
 
     @column("rows")
     def rows(self, repository: Any) -> int:
-        return _last(repository).get("rows", 0)
+        return int(_last(repository).get("rows", 0))
 
     @column("pending")
     def pending(self, repository: Any) -> int:
-        return _last(repository).get("pending", 0)
+        return int(_last(repository).get("pending", 0))
 
     @column("undeliverable")
     def undeliverable(self, repository: Any) -> int:
-        return _last(repository).get("undeliverable", 0)
+        return int(_last(repository).get("undeliverable", 0))
 
     @bulk("Sweep now")
     def sweep(self, request: HttpRequest, queryset: QuerySet[Repository]) -> None:

@@ -12,16 +12,17 @@ from unfold.forms import BaseDialogForm
 
 from embeddings import run_facts, sweep
 from embeddings.admin.filters import CodeFilter, OutcomeTenantFilter, RunTenantFilter
-from embeddings.admin.parts import LABELS, FactsInline, FactsPage, bulk, column, confirmed, link
+from embeddings.admin.parts import LABELS, FactsInline, FactsPage, bulk, column, confirmed, link, moment_column
+from embeddings.facts import moment
 from embeddings.models import RepositoryOutcome, TenantRun
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED
 
-_COUNTS = ("files", "rows", "embedded", "reused", "pending", "deleted", "undeliverable", "provider_calls")
+_COUNTS = ("files", "rows", "embedded", "reused", "pending", "undeliverable", "provider_calls")
 
 
 class OutcomeInline(FactsInline):
     model = RepositoryOutcome
-    fields = ("page", "state", "error_code", "source_error_code", *_COUNTS, "seconds", "resumes")
+    fields = ("page", "state", "reason", "resumes", *_COUNTS, "seconds")
     readonly_fields = fields
     verbose_name_plural = "outcomes"
     hide_title = True
@@ -43,9 +44,14 @@ class OutcomeInline(FactsInline):
     def seconds(self, outcome: RepositoryOutcome) -> str:
         return run_facts.outcome_seconds(outcome)
 
+    @column("reason")
+    def reason(self, outcome: RepositoryOutcome) -> str:
+        return run_facts.reason(outcome) or "-"
+
     @column("swept next")
-    def resumes(self, outcome: RepositoryOutcome) -> object:
-        return outcome.repository.next_due_at if outcome.repository.removed_at is None else "removed"
+    def resumes(self, outcome: RepositoryOutcome) -> str:
+        repository = outcome.repository
+        return "removed" if repository.removed_at else moment(repository.next_due_at) or "-"
 
 
 @admin.register(TenantRun)
@@ -64,7 +70,7 @@ class TenantRunAdmin(FactsPage):
         "progress",
         "failed",
         "trigger",
-        "created_at",
+        "created",
         "took",
     )
     list_filter = (
@@ -83,9 +89,25 @@ class TenantRunAdmin(FactsPage):
     fields = (
         ("public_id", "provider", "generation"),
         ("state", "circuit_state", "trigger", "concurrency"),
-        ("created_at", "started_at", "finished_at", "cancel_requested_at"),
+        ("created", "started", "finished", "cancelled"),
     )
-    readonly_fields = ("state", "circuit_state", "generation", "public_id")
+    readonly_fields = (
+        "state",
+        "circuit_state",
+        "generation",
+        "public_id",
+        "created",
+        "started",
+        "finished",
+        "cancelled",
+    )
+    created = moment_column("created_at", "created")
+    started = moment_column("started_at", "started")
+    finished = moment_column("finished_at", "finished")
+    cancelled = moment_column("cancel_requested_at", "cancel asked")
+
+    def offers(self, name: str, row: TenantRun) -> bool:
+        return row.status in RUN_UNFINISHED
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[TenantRun]:
         return run_facts.runs().select_related("generation")
@@ -146,7 +168,7 @@ class TenantRunAdmin(FactsPage):
 @admin.register(RepositoryOutcome)
 class RepositoryOutcomeAdmin(FactsPage):
     empty_hint = "No outcome yet: each repository of a run gets one."
-    list_display = ("name", "run_page", "state", "error_code", "source_error_code", *_COUNTS, "finished_at")
+    list_display = ("name", "run_page", "state", "reason", *_COUNTS, "finished")
     list_display_links = ("name",)
     list_filter = (
         ("status", ChoicesDropdownFilter),
@@ -166,9 +188,15 @@ class RepositoryOutcomeAdmin(FactsPage):
         ("revision", "skipped"),
         _COUNTS[:4],
         _COUNTS[4:],
-        ("started_at", "finished_at", "scan_losses"),
+        ("started", "finished", "scan_losses"),
     )
-    readonly_fields = ("name", "run_page", "state", "skipped")
+    readonly_fields = ("name", "run_page", "state", "skipped", "started", "finished")
+    started = moment_column("started_at", "started")
+    finished = moment_column("finished_at", "finished")
+
+    @column("reason", ordering="error_code")
+    def reason(self, outcome: RepositoryOutcome) -> str:
+        return run_facts.reason(outcome) or "-"
 
     @column("repository", ordering="repository_slug")
     def name(self, outcome: RepositoryOutcome) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from django.contrib import messages
-from django.contrib.admin import ModelAdmin
 from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html_join
 
 from embeddings import registry, run_facts, sweep
-from embeddings.admin.parts import link
+from embeddings.admin.parts import Page, link
 from embeddings.errors import UsageError
 from embeddings.models import Repository
 from embeddings.states import RunTrigger
 
 
-def sweep_now(page: ModelAdmin[object], request: HttpRequest, repositories: QuerySet[Repository]) -> None:
+def sweep_now(page: Page, request: HttpRequest, repositories: QuerySet[Repository]) -> None:
     """Starts runs over those that can be swept, and says which runs, or why none."""
     try:
         chosen = registry.sweepable(repositories)

@@ -14,7 +14,17 @@ from unfold.forms import BaseDialogForm
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget, UnfoldAdminTextInputWidget
 
 from embeddings import facts, registry
-from embeddings.admin.parts import LABELS, FactsInline, FactsPage, Page, RulesForm, bulk, column, confirmed
+from embeddings.admin.parts import (
+    LABELS,
+    FactsInline,
+    FactsPage,
+    Page,
+    RulesForm,
+    bulk,
+    column,
+    confirmed,
+    moment_column,
+)
 from embeddings.admin.sweeping import sweep_now
 from embeddings.errors import UsageError
 from embeddings.models import Repository, Tenant, TenantApiKey
@@ -42,15 +52,19 @@ class IssueKeyForm(BaseDialogForm):  # type: ignore[misc]  # unfold is not typed
 
 class KeyInline(FactsInline):
     model = TenantApiKey
-    fields = ("prefix", "label", "scopes", "created_at", "last_used_at", "revoked_at")
+    fields = ("prefix", "label", "scopes", "created", "last_used", "revoked")
     readonly_fields = fields
     ordering = ("-pk",)
+    created = moment_column("created_at", "issued")
+    last_used = moment_column("last_used_at", "last used")
+    revoked = moment_column("revoked_at", "revoked")
 
 
 class RepositoryInline(FactsInline):
     model = Repository
-    fields = ("slug", "source", "ref", "enabled", "indexed_revision", "next_due_at")
+    fields = ("slug", "source", "ref", "enabled", "indexed_revision", "next_due")
     readonly_fields = fields
+    next_due = moment_column("next_due_at", "next due")
     ordering = ("slug",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Repository]:
@@ -106,7 +120,7 @@ class TenantAdmin(Page):
         sweep_now(self, request, Repository.objects.filter(tenant=tenant))
         return self.back_to(request, tenant)
 
-    @confirmed("Issue key", "The key is shown once, here; only its digest is kept.", icon="key", form=IssueKeyForm)
+    @confirmed("Issue key", "A key for the endpoints.", icon="key", form=IssueKeyForm)
     def issue_key(self, request: HttpRequest, form: IssueKeyForm, object_id: str) -> HttpResponseBase:
         tenant, given = self.chosen(request, object_id), form.cleaned_data
         try:
@@ -131,14 +145,21 @@ class TenantAdmin(Page):
 @admin.register(TenantApiKey)
 class TenantApiKeyAdmin(FactsPage):
     empty_hint = "No key yet. A tenant's page has the button that issues one."
-    list_display = ("prefix", "tenant", "label", "scopes", "created_at", "last_used_at", "state")
+    list_display = ("prefix", "tenant", "label", "scopes", "created", "last_used", "state")
     list_select_related = ("tenant",)
     list_filter = (("tenant", RelatedDropdownFilter),)
     search_fields = ("prefix", "label", "tenant__slug")
-    fields = ("prefix", "tenant", "label", "scopes", "created_at", "last_used_at", "revoked_at")
+    fields = ("prefix", "tenant", "label", "scopes", "created", "last_used", "revoked")
+    readonly_fields = ("created", "last_used", "revoked")
     ordering = ("-pk",)
     actions = ("revoke",)
     actions_detail = ("revoke_one",)
+    created = moment_column("created_at", "issued")
+    last_used = moment_column("last_used_at", "last used")
+    revoked = moment_column("revoked_at", "revoked")
+
+    def offers(self, name: str, row: TenantApiKey) -> bool:
+        return row.revoked_at is None
 
     @column("state", label=LABELS)
     def state(self, key: TenantApiKey) -> str:

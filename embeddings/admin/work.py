@@ -12,7 +12,7 @@ from unfold.paginator import InfinitePaginator
 
 from embeddings import run_facts
 from embeddings.admin.filters import CodeFilter, RepositoryFilter, RowStateFilter
-from embeddings.admin.parts import LABELS, FactsPage, bulk, column, link
+from embeddings.admin.parts import LABELS, FactsPage, bulk, column, link, moment_column
 from embeddings.knowledge import store
 from embeddings.models import EmbeddingTask, KnowledgeRow, Repository
 from embeddings.states import TaskState
@@ -48,11 +48,10 @@ class EmbeddingTaskAdmin(_TextsForSuperusers):
         "slot",
         "attempts",
         "losses",
-        "busy_requeues",
         "error_code",
-        "queued_at",
-        "dispatched_at",
-        "settled_at",
+        "queued",
+        "dispatched",
+        "settled",
     )
     list_filter = (
         ("state", ChoicesDropdownFilter),
@@ -68,10 +67,19 @@ class EmbeddingTaskAdmin(_TextsForSuperusers):
         ("run_page", "outcome"),
         ("error_code", "error_detail"),
         ("attempts", "losses", "busy_requeues"),
-        ("queued_at", "dispatched_at", "settled_at", "expires_at"),
-        ("lease_expires_at", "call_ended_at", "call_ended_by"),
+        ("queued", "dispatched", "settled", "expires"),
+        ("lease_until", "call_ended", "call_ended_by"),
     )
-    readonly_fields = ("state_label", "run_page")
+    readonly_fields = (
+        *("state_label", "run_page"),
+        *("queued", "dispatched", "settled", "expires", "lease_until", "call_ended"),
+    )
+    queued = moment_column("queued_at", "queued")
+    dispatched = moment_column("dispatched_at", "dispatched")
+    settled = moment_column("settled_at", "settled")
+    expires = moment_column("expires_at", "expires")
+    lease_until = moment_column("lease_expires_at", "lease until")
+    call_ended = moment_column("call_ended_at", "call ended")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[EmbeddingTask]:
         found: QuerySet[EmbeddingTask] = super().get_queryset(request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TextIO, cast
 
 from django.core.management.base import OutputWrapper
@@ -47,11 +46,6 @@ def console(stream: OutputWrapper) -> Console:
 def printable(text: str) -> str:
     """Without control characters: what came from a repository or a server must not steer the terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def moment(when: datetime | None) -> str:
-    """A moment in UTC, to the second; empty for none."""
-    return when.strftime("%Y-%m-%d %H:%M:%SZ") if when else ""
 
 
 def _rich_table(table: Table, rows: list[list[str]]) -> RichTable:

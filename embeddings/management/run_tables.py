@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from embeddings.management.rendering import Table, moment
+from embeddings.facts import moment
+from embeddings.management.rendering import Table
 from embeddings.models import TenantRun
 from embeddings.run_facts import short_id
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from embeddings import facts, registry
+from embeddings.facts import moment
 from embeddings.management.base import NounCommand, Options, add_json
-from embeddings.management.rendering import Table, moment
+from embeddings.management.rendering import Table
 
 
 class Command(NounCommand):

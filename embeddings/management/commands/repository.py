@@ -9,8 +9,9 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from embeddings import facts, registry
+from embeddings.facts import moment
 from embeddings.management.base import NounCommand, Options, add_json, positive_number
-from embeddings.management.rendering import Table, moment
+from embeddings.management.rendering import Table
 
 _GIVEN = ("ref", "include", "exclude", "cadence_minutes")
 
