@@ -95,7 +95,7 @@ def main() -> int:
 
 def play(var_dir: Path) -> None:
     """The whole demo with its state in `var_dir`. Raises one of the errors that `main` prints."""
-    _need_commits()
+    _need_commits(CHECKOUT)
     var_dir.mkdir(parents=True, exist_ok=True)
     stage = Stage(var_dir, local_environment(var_dir))
     models = models_dir(CHECKOUT / "var")
@@ -139,12 +139,12 @@ def _sweep_and_ask(stage: Stage) -> None:
         stage.manage("search", tenant, question, "--limit", "2")
 
 
-def _need_commits() -> None:
+def _need_commits(checkout: Path) -> None:
     if shutil.which("git") is None:
         raise DemoError("git is needed, and was not found")
-    if subprocess.run([*_git(CHECKOUT), "rev-parse", "--quiet", "--verify", "HEAD"], capture_output=True).returncode:
+    if subprocess.run([*_git(checkout), "rev-parse", "--quiet", "--verify", "HEAD"], capture_output=True).returncode:
         raise DemoError(
-            f"{CHECKOUT} is not a git repository with commits: clone it, so that there is something to sweep"
+            f"{checkout} is not a git repository with commits: clone it, so that there is something to sweep"
         )
 
 

@@ -17,8 +17,10 @@ def main(arguments: Sequence[str]) -> int:
     site_url, models_url = arguments
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
     django.setup()
+    from django.conf import settings
     from django.core.management import call_command
 
+    settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)
     call_command("migrate", verbosity=0, interactive=False)
     _make_provider(models_url)
     password = _make_admin()
