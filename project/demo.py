@@ -1,7 +1,7 @@
 """`make demo`: the whole of Sluicegate once, on real input, typed as a person would type it; nothing is left running.
 
 It makes two tenants with a git repository each (this checkout, and one made of a few of Django's own modules), sweeps
-them through a Celery worker with the real MiniLM model, and asks. What it stores stays in `var/demo`, so that a second
+them through a Celery worker with the real MiniLM model, searches, and has SmolLM2 answer a question. What it stores stays in `var/demo`, so that a second
 run finds everything unchanged.
 """
 
@@ -57,6 +57,8 @@ _QUESTIONS = (
     ("acme", "notice that a stream has gone silent and abort the request"),
     ("globex", "how is a password hashed and checked against the stored one"),
 )
+
+_CHAT = ("globex", "How does Django check a password against the stored one?")
 
 
 class DemoError(Exception):
@@ -137,6 +139,7 @@ def _sweep_and_ask(stage: Stage) -> None:
     stage.manage("sweep")
     for tenant, question in _QUESTIONS:
         stage.manage("search", tenant, question, "--limit", "2")
+    stage.manage("chat", *_CHAT)
 
 
 def _need_commits(checkout: Path) -> None:
