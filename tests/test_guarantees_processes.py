@@ -1,0 +1,244 @@
+"""Guarantees across processes: real workers, a scripted server on real sockets, and whatever database the run is tried
+on (docs/architecture.md, Guarantees).
+"""
+
+import pytest
+
+from embeddings import circuit, codes, doorbell, sweep, task_queue
+from embeddings.follow import follow
+from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, RunCircuit, TenantRun
+from embeddings.states import RUN_UNFINISHED, CircuitState, OutcomeStatus, RunStatus, TaskState
+from embeddings.task_queue import Dispatched
+from embeddings.timeouts import OPENAI_COMPATIBLE_REQUEST_TIMEOUT
+from tests.provider_server import Gate, containing, gated, hang, status
+from tests.stage import calls_with, codes_of, live_texts, outcome_of, texts
+from tests.test_guarantees import TimedOut
+from tests.waiting import eventually
+from tests.workers import slots_taken
+
+pytestmark = pytest.mark.both_databases
+
+TIMED_OUT = (OutcomeStatus.DEFERRED, codes.PROVIDER_TIMED_OUT, OPENAI_COMPATIBLE_REQUEST_TIMEOUT)
+SPARED = (OutcomeStatus.DEFERRED, codes.CIRCUIT_OPEN, "")
+
+
+def wait_finished(run, timeout=30.0):
+    """The run as the workers finish it; the test advances it as beat would."""
+    eventually(lambda: sweep.advance(run.pk).status not in RUN_UNFINISHED, timeout, 0.1, "the run finishes")
+    return TenantRun.objects.get(pk=run.pk)
+
+
+@pytest.fixture
+def queued_pair(stage):
+    """A run with both repositories queued at a paused lane, A first."""
+    a = stage.repository("a", *texts("alpha", 3))
+    b = stage.repository("b", *texts("beta", 3))
+    stage.paused(True)
+    run = stage.start(a, b)
+    stage.scan(run)
+    order = EmbeddingTask.objects.order_by("pk").values_list("outcome__repository_slug", "state")
+    assert list(order) == [("a", TaskState.QUEUED), ("b", TaskState.QUEUED)]
+    return run, a, b
+
+
+def ring(stage):
+    doorbell.ring(doorbell.DRAIN, stage.provider.pk)
+    return True
+
+
+def let_go(stage):
+    """Unpauses the lane and rings every worker for it."""
+    stage.paused(False)
+    for _ in range(4):
+        ring(stage)
+
+
+def is_queued(repository):
+    return EmbeddingTask.objects.filter(outcome__repository=repository, state=TaskState.QUEUED).exists()
+
+
+class TestG2BMakesNoCall:
+    @pytest.mark.parametrize("workers", [1, 2, 4])
+    def test_a_times_out_while_b_is_queued(self, stage, queued_pair, fleet, workers):
+        run, a, b = queued_pair
+        stage.server.when(containing("alpha"), hang())
+        fleet.start(workers)
+        let_go(stage)
+        stage.server.wait_for_calls(1, 15)
+        assert is_queued(b)
+        ended = wait_finished(run)
+        assert (codes_of(outcome_of(run, a)), codes_of(outcome_of(run, b))) == (TIMED_OUT, SPARED)
+        assert (len(calls_with(stage.server, "alpha")), calls_with(stage.server, "beta")) == (1, [])
+        assert ended.status == RunStatus.DEFERRED
+        eventually(lambda: slots_taken() == 0)
+
+    def test_twin_an_opening_that_is_deferred_lets_b_through(self, stage, queued_pair, fleet):
+        run, _, _ = queued_pair
+        stage.server.when(containing("alpha"), hang())
+        fleet.start(2, "tests.broken_workers.opens_later")
+        let_go(stage)
+        wait_finished(run)
+        assert len(calls_with(stage.server, "beta")) == 1
+
+
+class TestG2AfterAKillBetweenNotifyAndFree:
+    @pytest.fixture
+    def killed(self, stage, queued_pair, fleet):
+        stage.server.when(containing("alpha"), hang())
+        (dying,) = fleet.start(1, "tests.broken_workers.dies_before_free")
+        let_go(stage)
+        dying.wait_dead()
+        assert slots_taken() == 1
+        return queued_pair
+
+    def test_b_is_spared_and_the_slot_comes_free(self, stage, killed, fleet):
+        run, a, b = killed
+        assert RunCircuit.objects.get(run=run).state == CircuitState.OPEN
+        fleet.start(2)
+        wait_finished(run)
+        assert (codes_of(outcome_of(run, a)), codes_of(outcome_of(run, b))) == (TIMED_OUT, SPARED)
+        # The dead worker's lease runs out, and its task is not queued again.
+        eventually(lambda: ring(stage) and slots_taken() == 0, 15, 0.2, "the slot comes free")
+        assert len(stage.server.embedding_calls) == 1
+
+    def test_twin_a_reclaim_that_ignores_the_circuit_queues_it_again(self, stage, killed, fleet):
+        fleet.start(1, "tests.broken_workers.ignores_circuit")
+        eventually(lambda: ring(stage) and is_queued(killed[1]), 15, 0.2, "the lost task is queued again")
+
+
+class TestG2AfterALateBusyReply:
+    @pytest.mark.parametrize(
+        ("application", "ends"),
+        [("project", TaskState.REMOVED), ("tests.broken_workers.ignores_circuit", TaskState.QUEUED)],
+        ids=["holds", "twin"],
+    )
+    def test_b_was_at_the_provider_when_a_opened_the_circuit(self, stage, queued_pair, fleet, application, ends):
+        """The twin's requeue does not read whether the run still dispatches: its task is back in the queue."""
+        run, a, b = queued_pair
+        gate = Gate()
+        stage.server.when(containing("beta"), gated(gate, status(429, headers={"Retry-After": "0"})))
+        of_a = held_by_this_test(outcome_of(run, a))
+        fleet.start(2, application)
+        let_go(stage)
+        gate.wait_arrived(timeout=15)
+        circuit.open_for(of_a, TimedOut())
+        task_queue.fail(of_a, TimedOut.code, "")
+        gate.release()
+        of_b = EmbeddingTask.objects.filter(outcome=outcome_of(run, b))
+        eventually(lambda: of_b.get().state == ends, timeout=15)
+        if ends == TaskState.REMOVED:
+            wait_finished(run)
+            assert codes_of(outcome_of(run, b)) == SPARED
+            assert len(calls_with(stage.server, "beta")) == 1
+
+
+def held_by_this_test(outcome):
+    """The outcome's queued task as a wider gate would have dispatched it beside another."""
+    task = EmbeddingTask.objects.get(outcome=outcome)
+    EmbeddingTask.objects.filter(pk=task.pk).update(
+        state=TaskState.DISPATCHED, dispatch_token="held", lease_expires_at="2100-01-01T00:00Z"
+    )
+    return Dispatched(task.pk, "held", task.provider_id, task.generation_id, task.priority, task.run_id, outcome.pk)
+
+
+class TestG8AFreshRun:
+    def test_the_next_sweep_has_a_closed_circuit_and_only_embeds_what_is_missing(self, stage, fleet):
+        fleet.start(2)
+        a = stage.repository("a", *texts("alpha", 3))
+        b = stage.repository("b", *texts("beta", 10))
+        gate = Gate()
+        stage.server.when(containing("alpha"), hang(), times=1)
+        stage.server.when(containing("beta 4"), gated(gate), times=1)
+        first = stage.start(b)
+        gate.wait_arrived(timeout=15)
+        eventually(lambda: stored_of(b), message="the first batch is stored")
+        sweep.request_cancel(first)
+        wait_finished(first)
+        stored = stored_of(b)
+        assert len(stored) == 4
+        timed_out = wait_finished(stage.start(a))
+        assert timed_out.circuit.state == CircuitState.OPEN
+
+        second = wait_finished(stage.start(a, b))
+        assert (second.status, second.circuit.state) == (RunStatus.COMPLETED, CircuitState.CLOSED)
+        assert live_texts(b) == texts("beta", 10)
+        assert outcome_of(second, b).embedded == 6
+        assert stored <= stored_of(b)
+        assert [stage.server.texts_seen[text] for text in texts("beta", 4)] == [1] * 4
+
+
+def stored_of(repository):
+    return set(KnowledgeRow.objects.filter(repository=repository).exclude(vector=None).values_list("pk", flat=True))
+
+
+def assert_whole(stage, repository, count):
+    """Every row once, live, with its own vector; at most one batch was bought twice."""
+    assert live_texts(repository) == texts("alpha", count)
+    assert KnowledgeRow.objects.filter(repository=repository).count() == count
+    bought = [stage.server.texts_seen[text] for text in texts("alpha", count)]
+    assert max(bought) <= 2
+    assert bought.count(2) <= stage.provider.batch_size
+
+
+class TestG9KillNine:
+    @pytest.mark.parametrize("step", ["before_storing", "in_store", "while_scanning"])
+    def test_of_a_worker_at_a_step_of_its_own(self, stage, fleet, step):
+        alpha = stage.repository("a", *texts("alpha", 10))
+        (dying,) = fleet.start(1, f"tests.broken_workers.dies_{step}")
+        run = stage.start(alpha)
+        dying.wait_dead()
+        fleet.start(1)
+        follow([run])
+        assert TenantRun.objects.get(pk=run.pk).status == RunStatus.COMPLETED
+        (again,) = follow([stage.start(alpha)])
+        assert outcome_of(again, alpha).status == OutcomeStatus.UNCHANGED
+        assert_whole(stage, alpha, 10)
+
+    def test_of_every_worker_while_one_is_at_the_provider(self, stage, fleet):
+        alpha = stage.repository("a", *texts("alpha", 10))
+        gate = Gate()
+        stage.server.when(containing("alpha 4"), gated(gate), times=1)
+        fleet.start(2)
+        run = stage.start(alpha)
+        gate.wait_arrived(timeout=15)
+        for worker in fleet.workers:
+            worker.kill()
+        follow([run])
+        assert TenantRun.objects.get(pk=run.pk).status == RunStatus.COMPLETED
+        assert_whole(stage, alpha, 10)
+
+    def test_a_worker_that_was_suspended_past_its_lease_stores_nothing(self, stage, fleet):
+        alpha = stage.repository("a", *texts("alpha", 6))
+        gate = Gate()
+        stage.server.when(containing("alpha 0"), gated(gate), times=1)
+        (suspended,) = fleet.start(1)
+        run = stage.start(alpha)
+        gate.wait_arrived(timeout=15)
+        suspended.pause()
+        gate.release()
+        follow([run])
+        outcome = outcome_of(run, alpha)
+        assert (outcome.status, outcome.embedded) == (OutcomeStatus.SUCCEEDED, 6)
+        before = list(EmbeddingTask.objects.order_by("pk").values())
+        suspended.resume()
+        # It has dealt with its late reply once it carries out another run.
+        wait_finished(stage.start(stage.repository("other", *texts("gamma", 2))))
+        assert list(EmbeddingTask.objects.filter(outcome=outcome).order_by("pk").values()) == before
+        outcome.refresh_from_db()
+        assert outcome.embedded == 6
+        assert live_texts(alpha) == texts("alpha", 6)
+
+
+class TestShutdown:
+    def test_a_stopping_worker_gives_its_task_back_uncounted_within_seconds(self, stage, fleet):
+        alpha = stage.repository("a", *texts("alpha", 3))
+        stage.server.when(containing("alpha"), hang(), times=1)
+        Provider.objects.update(embedding_timeout_ms=60_000)
+        (worker,) = fleet.start(1)
+        run = stage.start(alpha)
+        stage.server.wait_for_calls(1, 15)
+        worker.terminate(timeout=8)
+        task = EmbeddingTask.objects.get()
+        assert (task.state, task.attempts, task.losses, task.slot) == (TaskState.QUEUED, 0, 0, None)
+        follow([run])
+        assert outcome_of(run, alpha).status == OutcomeStatus.SUCCEEDED
