@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from embeddings.providers.base import EmbeddingProvider
@@ -12,6 +13,7 @@ from embeddings.providers.gemini import GeminiProvider
 from embeddings.providers.ollama import OllamaProvider
 from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from embeddings.states import ProviderKind
+from project import event_loop
 
 if TYPE_CHECKING:
     from embeddings.models import Provider
@@ -22,9 +24,20 @@ _KINDS: dict[ProviderKind, Callable[[Provider], EmbeddingProvider]] = {
     ProviderKind.GEMINI: GeminiProvider,
 }
 
-_lock = threading.Lock()
-_adapters: dict[tuple[int, int, int], EmbeddingProvider] = {}
 _ADAPTERS_MAX = 64
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An adapter, and the configuration that it was made from."""
+
+    made_from: tuple[int, str]
+    adapter: EmbeddingProvider
+
+
+_lock = threading.Lock()
+# Keyed by process: a client does not survive a fork. The one that was used last stands last.
+_adapters: dict[tuple[int, int], _Kept] = {}
 
 
 def adapter_for(provider: Provider) -> EmbeddingProvider:
@@ -32,10 +45,19 @@ def adapter_for(provider: Provider) -> EmbeddingProvider:
 
     Raises ProviderConfigurationError when a key that it names is not set.
     """
-    key = (os.getpid(), provider.pk, provider.revision)
+    key = (os.getpid(), provider.pk)
+    made_from = (provider.revision, provider.base_url)
     with _lock:
-        if key not in _adapters:
-            while len(_adapters) >= _ADAPTERS_MAX:
-                _adapters.pop(next(iter(_adapters)))
-            _adapters[key] = _KINDS[ProviderKind(provider.kind)](provider)
-        return _adapters[key]
+        kept = _adapters.pop(key, None)
+        if kept is None or kept.made_from != made_from:
+            if kept is not None:
+                _retire(kept)
+            kept = _Kept(made_from, _KINDS[ProviderKind(provider.kind)](provider))
+        _adapters[key] = kept
+        while len(_adapters) > _ADAPTERS_MAX:
+            _retire(_adapters.pop(next(iter(_adapters))))
+        return kept.adapter
+
+
+def _retire(kept: _Kept) -> None:
+    event_loop.submit(kept.adapter.retire())

@@ -50,6 +50,10 @@ class EmbeddingProvider(Protocol):
     @property
     def refuses_base64(self) -> bool: ...
 
+    async def retire(self) -> None:
+        """Closes its connections, once no call is out on them."""
+        ...
+
     async def embed(self, call: EmbeddingCall) -> RawReply:
         """Sends the texts. Raises ProviderTimeoutError or a ProviderError, each with its count of HTTP requests."""
         ...

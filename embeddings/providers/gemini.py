@@ -25,7 +25,7 @@ from embeddings.providers.base import NO_KEY, EmbeddingCall, RawReply, api_key, 
 from embeddings.providers.replies import bind, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.providers.transport import (
-    http_client,
+    HttpClient,
     of_transport,
     post_json,
     retry_after_ms,
@@ -57,7 +57,10 @@ class GeminiProvider:
             raise ProviderConfigurationError(
                 f"provider {provider.name} needs a key: name its variable with --api-key-env", calls=0
             )
-        self._client = http_client()
+        self._client = HttpClient()
+
+    async def retire(self) -> None:
+        await self._client.retire()
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
         """Sends at most `TEXTS_MAX` texts a request, one after another; the reply's body is the list of their bodies."""

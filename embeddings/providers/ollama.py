@@ -16,7 +16,7 @@ from embeddings.providers.base import EmbeddingCall, RawReply, api_key, bearer, 
 from embeddings.providers.replies import bind, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.providers.transport import (
-    http_client,
+    HttpClient,
     of_transport,
     post_json,
     retry_after_ms,
@@ -46,7 +46,10 @@ class OllamaProvider:
         self._base_url = provider.base_url
         self._key = api_key(provider)
         self._key_name = provider.api_key_env
-        self._client = http_client()
+        self._client = HttpClient()
+
+    async def retire(self) -> None:
+        await self._client.retire()
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
         watch_departure(call.left)

@@ -18,7 +18,7 @@ from embeddings.providers.base import EmbeddingCall, RawReply, api_key, scrubbed
 from embeddings.providers.replies import bind, in_order, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.providers.transport import (
-    http_client,
+    HttpClient,
     of_transport,
     retry_after_ms,
     timeouts,
@@ -43,6 +43,7 @@ class OpenAICompatibleProvider:
     def __init__(self, provider: Provider) -> None:
         self._key = api_key(provider)
         self._key_name = provider.api_key_env
+        self._http = HttpClient()
         self._client = openai.AsyncOpenAI(
             base_url=provider.base_url,
             api_key=self._key,
@@ -51,7 +52,7 @@ class OpenAICompatibleProvider:
             default_headers=cast(
                 "dict[str, str]", {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
             ),
-            http_client=http_client(),
+            http_client=self._http,
         )
         self._format = _Format(refused=provider.refuses_base64)
 
@@ -59,6 +60,9 @@ class OpenAICompatibleProvider:
     def refuses_base64(self) -> bool:
         """Whether this server was seen to refuse `encoding_format`: it is asked without from then on."""
         return self._format.refused
+
+    async def retire(self) -> None:
+        await self._http.retire()
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
         watch_departure(call.left)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -26,18 +28,31 @@ REPLY_BYTES_MAX = 256 * 1024 * 1024
 CONNECT_TIMEOUT_S = 10.0
 # A deadline that fires this late was not reached by the server's silence but by a loop of ours that stood still.
 LOOP_LAG_MAX_S = 1.0
+_RETIRE_LOOK_S = 1.0
 
 _left: ContextVar[Event | None] = ContextVar("left", default=None)
 
 
-def http_client() -> httpx2.AsyncClient:
+class HttpClient(httpx2.AsyncClient):
     """A client that reads no proxies or keys from the environment, and re-posts a tenant's text nowhere else."""
-    return httpx2.AsyncClient(
-        transport=_BoundedTransport(limits=httpx2.Limits(max_connections=None, max_keepalive_connections=8)),
-        trust_env=False,
-        follow_redirects=False,
-        timeout=None,
-    )
+
+    def __init__(self) -> None:
+        self._bounded = _BoundedTransport(
+            verify=_ssl_context(), limits=httpx2.Limits(max_connections=None, max_keepalive_connections=8)
+        )
+        super().__init__(transport=self._bounded, trust_env=False, follow_redirects=False, timeout=None)
+
+    async def retire(self) -> None:
+        """Closes the connections once no call is out on them: a changed configuration breaks nothing off."""
+        while self._bounded.out:
+            await asyncio.sleep(_RETIRE_LOOK_S)
+        await self.aclose()
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    # Reading the certificate store costs more than everything else about a client.
+    return httpx2.create_ssl_context()
 
 
 def watch_departure(left: Event) -> None:
@@ -111,19 +126,34 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Refuses a body over `REPLY_BYTES_MAX`, on errors too: a server's reply never fills our memory."""
+    """Refuses a body over `REPLY_BYTES_MAX`, on errors too: a server's reply never fills our memory.
+
+    `out` counts requests whose response is not closed yet.
+    """
+
+    out = 0
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if left := _left.get():
             request.extensions["trace"] = _note_departure(left)
-        response = await super().handle_async_request(request)
-        response.stream = _BoundedStream(response.stream)
+        self.out += 1
+        try:
+            response = await super().handle_async_request(request)
+        except BaseException:
+            self._one_is_back()
+            raise
+        response.stream = _BoundedStream(response.stream, self._one_is_back)
         return response
+
+    def _one_is_back(self) -> None:
+        self.out -= 1
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, on_closed: Callable[[], None]) -> None:
         self._stream = stream
+        self._on_closed = on_closed
+        self._is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         received = 0
@@ -134,6 +164,9 @@ class _BoundedStream(httpx2.AsyncByteStream):
             yield part
 
     async def aclose(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_closed()
         await self._stream.aclose()
 
 
