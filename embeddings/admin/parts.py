@@ -57,7 +57,8 @@ def moment_column(field: str, description: str) -> Callable[[Any, Any], str]:
 
     @column(description, ordering=field)
     def shown(page: Any, row: Any) -> str:
-        return moment(getattr(row, field)) or "-"
+        text = moment(getattr(row, field))
+        return format_html('<span class="whitespace-nowrap">{}</span>', text) if text else "-"
 
     return shown
 

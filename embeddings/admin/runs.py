@@ -88,8 +88,9 @@ class TenantRunAdmin(FactsPage):
     change_form_before_template = "embeddings/admin/run_story.html"
     fields = (
         ("public_id", "provider", "generation"),
-        ("state", "circuit_state", "trigger", "concurrency"),
-        ("created", "started", "finished", "cancelled"),
+        ("state", "circuit_state", "trigger"),
+        ("created", "started", "finished"),
+        ("cancelled", "concurrency"),
     )
     readonly_fields = (
         "state",

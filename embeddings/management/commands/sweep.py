@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from django.core.management.base import CommandParser
@@ -57,9 +58,7 @@ class Command(SluicegateCommand):
 
     def _follow(self, runs: list[TenantRun]) -> bool:
         """Follows the runs to their end; says whether that was Ctrl-C, or the terminate signal of a supervisor."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with following(self.stderr) as follower:
+        with _terminate_interrupts(), following(self.stderr) as follower:
             try:
                 follow(runs, follower)
             except KeyboardInterrupt:
@@ -89,3 +88,16 @@ class Command(SluicegateCommand):
         for run in runs:
             if story := run_facts.circuit_story(run):
                 self.note(story)
+
+
+@contextmanager
+def _terminate_interrupts() -> Iterator[None]:
+    """While a sweep is followed, a supervisor's SIGTERM cancels it as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
