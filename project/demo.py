@@ -1,8 +1,8 @@
 """`make demo`: the whole of Sluicegate once, on real input, typed as a person would type it; nothing is left running.
 
 It makes two tenants with a git repository each (this checkout, and one made of a few of Django's own modules), sweeps
-them through a Celery worker with the real MiniLM model, searches, and has SmolLM2 answer a question. What it stores stays in `var/demo`, so that a second
-run finds everything unchanged.
+them through a Celery worker with the real MiniLM model, searches, and has the real SmolLM2 answer a question. What it
+stores stays in `var/demo`, so that a second run finds everything unchanged.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def _sweep_and_ask(stage: Stage) -> None:
     stage.manage("sweep")
     for tenant, question in _QUESTIONS:
         stage.manage("search", tenant, question, "--limit", "2")
+    _say("\nThe demo's chat model is the smallest there is: it streams and shows its sources, and is no expert.")
     stage.manage("chat", *_CHAT)
 
 
