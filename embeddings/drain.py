@@ -17,7 +17,7 @@ from threading import Event
 
 import numpy as np
 from django.conf import settings
-from django.db import DatabaseError, InterfaceError, OperationalError, transaction
+from django.db import InterfaceError, OperationalError, transaction
 from django.db.models import F
 
 from embeddings import codes, delivery, doorbell, gates, leases, shutdown, task_queue
@@ -284,7 +284,9 @@ class _Drain:
             except (OperationalError, InterfaceError):
                 # The database stayed away for longer than the bound: the lease is lost and the batch bought again.
                 raise
-            except (SluicegateError, DatabaseError) as error:
+            except Exception as error:
+                # Whatever else storing raises ends its own task: left alone, the batch would be bought three times.
+                logger.exception("embedding task %s could not be stored", answered.task.id)
                 self._fail_late(answered.task, error)
         self._ended(answered.task)
 
@@ -386,9 +388,9 @@ class _Drain:
         if task.is_interactive:
             delivery.announce(task.id)
 
-    def _fail_late(self, task: Dispatched, error: SluicegateError | DatabaseError) -> None:
-        """The reply came: whatever is wrong with it, or with the database, is no provider timeout and notifies nobody."""
-        code = codes.STORE_FAILED if isinstance(error, DatabaseError) else error.code
+    def _fail_late(self, task: Dispatched, error: Exception) -> None:
+        """The reply came: whatever is wrong with it, or with storing it, is no provider timeout and notifies nobody."""
+        code = error.code if isinstance(error, SluicegateError) else codes.STORE_FAILED
         task_queue.fail(task, code, str(error))
         if task.is_interactive:
             delivery.announce(task.id)

@@ -202,6 +202,7 @@ class TestG9KillNine:
         fleet.start(2)
         run = stage.start(alpha)
         gate.wait_arrived(timeout=15)
+        eventually(lambda: stored_of(alpha), message="the batch before it is stored")
         for worker in fleet.workers:
             worker.kill()
         follow([run])
