@@ -2,11 +2,12 @@
 
 It makes two tenants with a git repository each (this checkout, and one made of a few of Django's own modules), sweeps
 them through a Celery worker with the real MiniLM model, searches, and has the real SmolLM2 answer a question. What it
-stores stays in `var/demo`, so that a second run finds everything unchanged.
+stores stays in `var/demo`, so that a second run finds everything unchanged and has nothing to do.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import django
 
@@ -79,6 +81,19 @@ class Stage:
         if status:
             raise DemoError(f"`manage.py {words[0]}` ended with exit status {status}")
 
+    def newest_run(self) -> dict[str, Any]:
+        """The report of the newest run."""
+        newest = self._ask("runs", "list", "--limit", "1")["runs"][0]
+        return self._ask("runs", "show", newest["id"])
+
+    def _ask(self, *words: str) -> dict[str, Any]:
+        command = [sys.executable, "manage.py", *words, "--json"]
+        run = subprocess.run(command, cwd=CHECKOUT, env=self.environ, stdout=subprocess.PIPE, check=False)
+        if run.returncode:
+            raise DemoError(f"`manage.py {shlex.join(words)}` ended with exit status {run.returncode}")
+        answer: dict[str, Any] = json.loads(run.stdout)
+        return answer
+
 
 def main() -> int:
     started = time.monotonic()
@@ -137,10 +152,15 @@ def _start_worker(stage: Stage, running: ExitStack) -> None:
 
 def _sweep_and_ask(stage: Stage) -> None:
     stage.manage("sweep")
+    answered = stage.var_dir / "answered"
+    if answered.exists() and stage.newest_run()["provider_calls"] == 0:
+        _say(f"\nUnchanged, and no call to the model server: `rm -r {stage.var_dir}` lets it start anew.")
+        return
     for tenant, question in _QUESTIONS:
         stage.manage("search", tenant, question, "--limit", "2")
     _say("\nThe demo's chat model is the smallest there is: it streams and shows its sources, and is no expert.")
     stage.manage("chat", *_CHAT)
+    answered.touch()
 
 
 def _need_commits(checkout: Path) -> None:

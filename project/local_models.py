@@ -32,6 +32,8 @@ _SLOTS = 4
 _EMBEDDING_TOKENS = 512
 # Room for a prompt of 2,000 tokens and an answer of 1,000 in every slot at once.
 _CHAT_TOKENS = 3072
+# So small a model does not always come to an end by itself.
+_ANSWER_TOKENS = 512
 _READY_WORD = "ready"
 _READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
@@ -168,7 +170,7 @@ def _embedding_options() -> dict[str, Any]:
 
 
 def _chat_options() -> dict[str, Any]:
-    return {"model_alias": {CHAT_MODEL}, "n_ctx": _SLOTS * _CHAT_TOKENS}
+    return {"model_alias": {CHAT_MODEL}, "n_ctx": _SLOTS * _CHAT_TOKENS, "n_predict": _ANSWER_TOKENS}
 
 
 def _llama(model: Path, options: dict[str, Any]) -> Any:
