@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from django.conf import settings
@@ -128,7 +129,6 @@ def admit(provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
     overtaken for `LANE_BATCH_MAX_WAIT_MS` goes next.
     """
     with transaction.atomic(), connection.cursor() as cursor:
-        _relax_commit(cursor)
         return _admit(cursor, provider_id, slots, order)
 
 
@@ -138,8 +138,7 @@ def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool
     Says whether the task was still held; the lease is renewed and kept until the vectors are stored.
     """
     with transaction.atomic(), connection.cursor() as cursor:
-        _relax_commit(cursor)
-        gate = _lock_provider(cursor, task.provider_id)
+        gate = _lock_provider(cursor, task.provider_id, _LOCK_TO_ADMIT)
         held = _execute(cursor, _SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
         try:
             # Without reclaiming: that locks runs, which come before the task that is locked by now.
@@ -150,7 +149,7 @@ def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool
 
 
 def _admit(cursor: CursorWrapper, provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
-    gate = _lock_provider(cursor, provider_id)
+    gate = _lock_provider(cursor, provider_id, _LOCK_TO_ADMIT)
     if gate is not None:
         _reclaim(cursor, provider_id)
     return _pick_and_dispatch(cursor, gate, slots, order)
@@ -174,17 +173,20 @@ class _Gate:
     is_paused: bool
     is_busy: bool
     batch_is_due: bool
+    was_overtaken: bool
     cap: object
 
 
 _NO_SLOT = object()
 
 
-def _lock_provider(cursor: CursorWrapper, provider_id: int) -> _Gate | None:
+def _lock_provider(cursor: CursorWrapper, provider_id: int, statement: str | None = None) -> _Gate | None:
     # A statement of its own: folded into the pick, PostgreSQL would go on with the snapshot from before the wait.
-    _execute(cursor, _LOCK_PROVIDER, provider=provider_id)
+    _execute(cursor, statement or _LOCK_PROVIDER, provider=provider_id)
     row = cursor.fetchone()
-    return _Gate(provider_id, bool(row[0]), bool(row[1]), bool(row[2]), row[3]) if row else None
+    if row is None:
+        return None
+    return _Gate(provider_id, bool(row[0]), bool(row[1]), bool(row[2]), bool(row[3]), cap=row[4])
 
 
 def _free_slot(cursor: CursorWrapper, provider_id: int, slots: int | None) -> Any:
@@ -207,20 +209,22 @@ def _pick(cursor: CursorWrapper, gate: _Gate, order: Order) -> tuple[Any, ...] |
 def _dispatch(cursor: CursorWrapper, gate: _Gate, picked: tuple[Any, ...], slot: int | None) -> Dispatched | None:
     """Dispatches the picked task unless it was removed since; None then."""
     task = Dispatched(picked[0], secrets.token_hex(16), gate.provider_id, *picked[1:])
-    if task.outcome_id is not None and connection.vendor == "postgresql":
-        # The outcome before the task: an opening circuit locks them in that order.
-        _execute(cursor, _LOCK_OUTCOME, outcome=task.outcome_id)
-    if _execute(cursor, _DISPATCH, slot=slot, **_holder(task)) == 0:
-        return None
     if task.outcome_id is not None:
+        # The outcome before the task: an opening circuit locks them in that order.
         _execute(cursor, _COUNT_DISPATCH, outcome=task.outcome_id)
+    if _execute(cursor, _DISPATCH, slot=slot, **_holder(task)) == 0:
+        count_calls(task, -1)
+        return None
     _note_overtaking(cursor, gate, task)
     return task
 
 
 def _note_overtaking(cursor: CursorWrapper, gate: _Gate, task: Dispatched) -> None:
     """Counts from the first overtaking, not from when the batch was queued: a long backlog is not a long overtaking."""
-    _execute(cursor, _OVERTAKING if task.is_interactive else _NOT_OVERTAKEN, provider=gate.provider_id)
+    if task.is_interactive:
+        _execute(cursor, _OVERTAKING, provider=gate.provider_id)
+    elif gate.was_overtaken:
+        _execute(cursor, _NOT_OVERTAKEN, provider=gate.provider_id)
 
 
 def peek(provider_id: int, order: Order) -> int | None:
@@ -397,15 +401,22 @@ def _holder(task: Dispatched) -> dict[str, Any]:
 
 def _execute(cursor: CursorWrapper, statement: str, *, ahead_ms: int = 0, **values: Any) -> int:
     """Runs a statement with its clock and lock filled in for this database; returns the affected rows."""
-    text = statement.format(
+    waits = (ahead_ms, settings.LEASE_MS, -settings.LANE_BATCH_MAX_WAIT_MS)
+    cursor.execute(_filled(statement, connection.vendor, *waits), values)
+    return int(cursor.rowcount)
+
+
+@lru_cache(maxsize=256)
+def _filled(statement: str, vendor: str, ahead_ms: int, lease_ms: int, overtaken_ms: int) -> str:
+    return statement.format(
         now=_now(),
         ahead=_now(ahead_ms),
-        lease=_now(settings.LEASE_MS),
-        overtaken=_now(-settings.LANE_BATCH_MAX_WAIT_MS),
+        lease=_now(lease_ms),
+        overtaken=_now(overtaken_ms),
         lock=_lock(),
+        # What is admitted or settled may be lost with a crash of the database itself: at worst a batch is bought twice.
+        relax=", set_config('synchronous_commit', 'off', true)" if vendor == "postgresql" else "",
     )
-    cursor.execute(text, values)
-    return int(cursor.rowcount)
 
 
 def _now(plus_ms: int = 0) -> str:
@@ -420,21 +431,15 @@ def _lock() -> str:
     return "FOR NO KEY UPDATE" if connection.vendor == "postgresql" else ""
 
 
-def _relax_commit(cursor: CursorWrapper) -> None:
-    """Admit and settle may be lost with a crash of the database itself: at worst a batch is bought twice."""
-    if connection.vendor == "postgresql":
-        cursor.execute("SET LOCAL synchronous_commit = off")
-
-
 _TASK = "embeddings_embeddingtask"
 _HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"
 
-_LOCK_PROVIDER = """
+_READ_GATE = """
 SELECT is_paused, busy_until IS NOT NULL AND busy_until > {now}, overtaken_since IS NOT NULL AND overtaken_since <= {overtaken},
-  max_in_flight
-FROM embeddings_provider WHERE id = %(provider)s {lock}"""
+  overtaken_since IS NOT NULL, max_in_flight"""
+_LOCK_PROVIDER = f"{_READ_GATE} FROM embeddings_provider WHERE id = %(provider)s {{lock}}"
+_LOCK_TO_ADMIT = f"{_READ_GATE} {{relax}} FROM embeddings_provider WHERE id = %(provider)s {{lock}}"
 _PROVIDER_BUSY = "UPDATE embeddings_provider SET busy_until = {ahead} WHERE id = %(provider)s"
-_LOCK_OUTCOME = "SELECT 1 FROM embeddings_repositoryoutcome WHERE id = %(outcome)s {lock}"
 _TAKEN_SLOTS = f"SELECT slot FROM {_TASK} WHERE provider_id = %(provider)s AND slot IS NOT NULL"
 _PICK_ANY = f"""
 SELECT t.id, t.generation_id, t.priority, t.run_id, t.outcome_id, t.split_from_id FROM {_TASK} t
@@ -467,17 +472,19 @@ UPDATE embeddings_provider SET overtaken_since = CASE
   THEN COALESCE(overtaken_since, {{now}}) END WHERE id = %(provider)s"""
 _NOT_OVERTAKEN = """
 UPDATE embeddings_provider SET overtaken_since = NULL WHERE id = %(provider)s AND overtaken_since IS NOT NULL"""
+# One look for each index: a single condition over all tasks of a provider would read its whole history.
+_HAS_LOST = f"""(EXISTS (SELECT 1 FROM {_TASK} l WHERE l.provider_id = %(provider)s AND l.state IN (1, 2)
+    AND l.lease_expires_at < {{now}})
+  OR EXISTS (SELECT 1 FROM {_TASK} l WHERE l.provider_id = %(provider)s AND l.slot IS NOT NULL
+    AND l.lease_expires_at < {{now}}))"""
 _HAS_WORK = f"""
-SELECT 1 FROM {_TASK} WHERE provider_id = %(provider)s AND (state = 0 OR
-  ((state IN (1, 2) OR slot IS NOT NULL) AND lease_expires_at < {{now}})) LIMIT 1"""
+SELECT 1 WHERE {_HAS_LOST} OR EXISTS (SELECT 1 FROM {_TASK} q WHERE q.provider_id = %(provider)s AND q.state = 0)"""
 _STANDS_IDLE = f"""
-SELECT 1 FROM {_TASK} t JOIN embeddings_provider p ON p.id = t.provider_id
-WHERE t.provider_id = %(provider)s AND (
-  ((t.state IN (1, 2) OR t.slot IS NOT NULL) AND t.lease_expires_at < {{now}})
-  OR (t.state = 0 AND NOT p.is_paused AND (t.priority = 0 OR p.busy_until IS NULL OR p.busy_until <= {{now}})
+SELECT 1 FROM embeddings_provider p WHERE p.id = %(provider)s AND ({_HAS_LOST}
+  OR (NOT p.is_paused AND EXISTS (SELECT 1 FROM {_TASK} q WHERE q.provider_id = %(provider)s AND q.state = 0
+      AND (q.priority = 0 OR p.busy_until IS NULL OR p.busy_until <= {{now}}))
     AND (p.max_in_flight < 1
-      OR (SELECT COUNT(*) FROM {_TASK} s WHERE s.provider_id = t.provider_id AND s.slot IS NOT NULL) < p.max_in_flight))
-) LIMIT 1"""
+      OR (SELECT COUNT(*) FROM {_TASK} s WHERE s.provider_id = %(provider)s AND s.slot IS NOT NULL) < p.max_in_flight)))"""
 _SETTLE = f"""
 UPDATE {_TASK} SET state = %(answered)s, slot = NULL, lease_expires_at = {{lease}}, call_ended_at = {{now}},
   call_ended_by = 'reply' WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 1"""

@@ -10,6 +10,7 @@ from pgvector import Vector
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
 
 
 class VectorField(models.Field):  # type: ignore[type-arg]
@@ -31,6 +32,13 @@ def database_value(vector: np.ndarray, connection: BaseDatabaseWrapper) -> Any:
     """The vector as this database takes it, for raw statements too."""
     array = np.ascontiguousarray(vector, dtype=np.float32)
     return Vector(array).to_text() if connection.vendor == "postgresql" else array.tobytes()
+
+
+def bind_in_binary(cursor: CursorWrapper) -> None:
+    """Lets this PostgreSQL cursor take vectors as arrays: writing them out as text costs more than storing them."""
+    from pgvector.psycopg.vector import VectorBinaryDumper
+
+    cursor.adapters.register_dumper(np.ndarray, VectorBinaryDumper)
 
 
 def read_value(value: Any) -> np.ndarray:

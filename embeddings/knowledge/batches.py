@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from django.db import transaction
 from django.db.models import F, Q, QuerySet
+from django.db.models.functions import Length
 
 from embeddings import codes, task_queue
 from embeddings.knowledge import store
@@ -17,7 +18,6 @@ from embeddings.task_queue import Dispatched
 
 # An outcome's share of the queue: one task at the provider while the next one waits; one for each slot where there are more.
 UNSETTLED_MAX = 2
-_PAGE = 256
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,26 @@ def refill(outcome: RepositoryOutcome) -> int:
 
     Raises DispatchNotAllowed once the run no longer dispatches.
     """
-    put = 0
-    while _put_next(outcome):
-        put += 1
+    put, has_room = 0, True
+    while has_room:
+        was_put, has_room = _put_next(outcome)
+        put += was_put
     return put
 
 
-def _put_next(outcome: RepositoryOutcome) -> bool:
+def _put_next(outcome: RepositoryOutcome) -> tuple[bool, bool]:
+    """Whether a batch was put, and whether there may be room for another."""
     with transaction.atomic():
         run = task_queue.lock_run(outcome.run_id)
         unsettled = EmbeddingTask.objects.filter(outcome=outcome, split_from=None, state__in=TASK_UNSETTLED)
-        if unsettled.count() >= _share(outcome.run.provider):
-            return False
+        room = _share(outcome.run.provider) - unsettled.count()
+        if room <= 0:
+            return False, False
         row_ids, texts = _choose(outcome, run.generation_id)
         if not row_ids:
-            return False
+            return False, False
         _bind(task_queue.put_batch(outcome, texts), row_ids)
-    return True
+    return True, room > 1
 
 
 def _share(provider: Provider) -> int:
@@ -96,25 +99,25 @@ def _choose(outcome: RepositoryOutcome, generation_id: int) -> tuple[list[int], 
 
 def _unbound(outcome: RepositoryOutcome, generation_id: int) -> Iterator[tuple[int, int, bytes]]:
     """Pending rows that no unsettled task has, in order; those whose text is embedded by now take that vector instead."""
-    last = 0
+    last, page_size = 0, outcome.run.provider.batch_size + 1
     while True:
         page = list(
             pending_rows(outcome.repository_id, generation_id)
             .filter(Q(task=None) | Q(task__settled_at__isnull=False), pk__gt=last)
             .order_by("pk")
-            .values_list("pk", "text", "text_hash")[:_PAGE]
+            .values_list("pk", Length("text"), "text_hash")[:page_size]
         )
         if not page:
             return
         last = page[-1][0]
         known = _take_known(outcome, generation_id, page)
-        for row_id, text, hash_ in page:
+        for row_id, length, hash_ in page:
             if row_id not in known:
-                yield row_id, len(text), bytes(hash_)
+                yield row_id, length, bytes(hash_)
 
 
 def _take_known(
-    outcome: RepositoryOutcome, generation_id: int, page: Sequence[tuple[int, str, bytes | memoryview]]
+    outcome: RepositoryOutcome, generation_id: int, page: Sequence[tuple[int, int, bytes | memoryview]]
 ) -> set[int]:
     tenant_id = outcome.repository.tenant_id
     known = store.known_vectors(tenant_id, generation_id, (bytes(hash_) for _, _, hash_ in page))

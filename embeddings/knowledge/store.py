@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from django.db import connection, transaction
@@ -19,7 +20,7 @@ from embeddings.errors import DimensionMismatch
 from embeddings.knowledge.chunking import Chunk
 from embeddings.models import EmbeddingGeneration, FileVersion, KnowledgeRow, Repository, RepositoryOutcome, SourceFile
 from embeddings.states import OUTCOME_UNFINISHED
-from embeddings.vectors import database_value
+from embeddings.vectors import bind_in_binary, database_value
 
 _CHUNK = 500
 PENDING = Q(vector=None, undeliverable_reason="")
@@ -187,19 +188,21 @@ def _row(
     )
 
 
-def _publish_complete(repository_id: int, version_ids: Sequence[int]) -> None:
-    """Makes those of the versions live that have nothing pending. The caller has the versions locked, or just made them."""
+def _publish_complete(repository_id: int, version_ids: Sequence[int]) -> bool:
+    """Makes those of the versions live that have nothing pending; whether there was one.
+
+    The caller has the versions locked, or just made them.
+    """
     pending_rows = KnowledgeRow.objects.filter(PENDING, version=OuterRef("pk"))
-    complete = list(
-        FileVersion.objects.filter(~Exists(pending_rows), pk__in=version_ids, is_live=False, row_count__isnull=False)
-    )
-    if not complete:
-        return
-    for generation_id in {version.generation_id for version in complete}:
-        files = [version.file_id for version in complete if version.generation_id == generation_id]
+    ready = FileVersion.objects.filter(~Exists(pending_rows), pk__in=version_ids, is_live=False)
+    complete = list(ready.filter(row_count__isnull=False).values_list("pk", "file", "generation"))
+    for generation_id in {generation for _, _, generation in complete}:
+        files = [file for _, file, generation in complete if generation == generation_id]
         _delete_versions(FileVersion.objects.filter(is_live=True, generation=generation_id, file__in=files))
-    FileVersion.objects.filter(pk__in=[version.pk for version in complete]).update(is_live=True)
-    _touch(repository_id)
+    if complete:
+        FileVersion.objects.filter(pk__in=[pk for pk, _, _ in complete]).update(is_live=True)
+        _touch(repository_id)
+    return bool(complete)
 
 
 def _delete_versions(versions: QuerySet[FileVersion]) -> int:
@@ -243,8 +246,8 @@ def write_vectors(repository_id: int, rows: Sequence[tuple[int, np.ndarray]]) ->
     row_ids = [row_id for row_id, _ in rows]
     versions = _locked_versions(row_ids)
     taken = _update_vectors(rows)
-    _publish_complete(repository_id, versions)
-    if FileVersion.objects.filter(pk__in=versions, is_live=True).exists():
+    published = _publish_complete(repository_id, versions)
+    if not published and FileVersion.objects.filter(pk__in=versions, is_live=True).exists():
         _touch(repository_id)
     return taken
 
@@ -288,9 +291,11 @@ def _locked(versions: QuerySet[FileVersion]) -> list[int]:
 
 
 def _update_vectors(rows: Sequence[tuple[int, np.ndarray]]) -> int:
+    values: list[Any] = [(vector, row_id) for row_id, vector in rows]
     with connection.cursor() as cursor:
-        cursor.executemany(
-            "UPDATE embeddings_knowledgerow SET vector = %s WHERE id = %s AND vector IS NULL",
-            [(database_value(vector, connection), row_id) for row_id, vector in rows],
-        )
+        if connection.vendor == "postgresql":
+            bind_in_binary(cursor)
+        else:
+            values = [(database_value(vector, connection), row_id) for vector, row_id in values]
+        cursor.executemany("UPDATE embeddings_knowledgerow SET vector = %s WHERE id = %s AND vector IS NULL", values)
         return int(cursor.rowcount)
