@@ -179,10 +179,10 @@ class TestInterrupting:
         gate = Gate()
         stage.server.when(containing("text 7"), gated(gate))
         process = run_manage("sweep", "--json")
-        gate.wait_arrived()
+        gate.wait_arrived(timeout=40)
         eventually(lambda: KnowledgeRow.objects.filter(repository=repository, vector__isnull=False).count() == 4)
         process.send_signal(how)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=40)
         assert process.returncode == 130, err
         assert "Cancelling" in err
         assert json.loads(out)["runs"][0]["status"] == "cancelled"
@@ -209,7 +209,7 @@ class TestATerminal:
         process = run_manage("sweep", stdout=theirs, stderr=theirs)
         os.close(theirs)
         shown = _read_all(ours)
-        assert process.wait(timeout=20) == 0, shown
+        assert process.wait(timeout=40) == 0, shown
         assert f"{stage.tenant}/docs" in shown
         assert "━" in shown
         assert "succeeded" in shown

@@ -7,9 +7,9 @@ from embeddings import registry
 from embeddings.errors import UsageError
 from embeddings.models import Provider, Repository, TenantApiKey
 from embeddings.registry.base_url import normalise_base_url, same_server
-from tests.factories import make_provider, make_repository, make_tenant
+from tests.factories import make_generation, make_provider, make_repository, make_row, make_tenant, make_version
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.both_databases]
 
 URL = "http://127.0.0.1:8089/v1"
 
@@ -66,6 +66,25 @@ class TestProviders:
         change = set_local(embedding_model="bge")
         assert change.changed == ("embedding_model",)
         assert "next sweep re-embeds" in change.notes[0]
+
+    @pytest.mark.parametrize(
+        ("values", "retried"),
+        [({"batch_size": 4}, True), ({"embedding_model": "bge"}, True), ({"query_timeout_ms": 5_000}, False)],
+    )
+    def test_a_new_model_or_limit_has_refused_texts_tried_again(self, values, retried):
+        provider = set_local().provider
+        repository = make_repository(make_tenant(embedding_provider=provider))
+        row = make_row(make_version(repository, make_generation(provider)), undeliverable_reason="400: too long")
+        other = make_repository()
+        foreign = make_row(
+            make_version(other, make_generation(other.tenant.embedding_provider)), undeliverable_reason="400"
+        )
+        change = set_local(**values)
+        row.refresh_from_db()
+        foreign.refresh_from_db()
+        assert (row.undeliverable_reason == "") is retried
+        assert ("1 undeliverable rows are tried again by the next sweep." in change.notes) is retried
+        assert foreign.undeliverable_reason == "400"
 
     @pytest.mark.parametrize(
         ("values", "named"),

@@ -90,7 +90,8 @@ class ProviderAdmin(Page):
     def save_model(self, request: HttpRequest, obj: Provider, form: Any, change: bool) -> None:
         for note in registry.notes_on(obj, form.changed_data if change else ()):
             self.done(request, note, messages.WARNING)
-        registry.save_provider(obj, form.changed_data)
+        if retried := registry.save_provider(obj, form.changed_data):
+            self.done(request, f"{retried} undeliverable rows are tried again by the next sweep.")
 
     created = moment_column("created_at", "created")
 

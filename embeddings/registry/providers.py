@@ -11,9 +11,12 @@ from django.db import models, transaction
 
 from embeddings import doorbell
 from embeddings.errors import UsageError
-from embeddings.models import Provider
+from embeddings.knowledge import store
+from embeddings.models import KnowledgeRow, Provider, Repository
 from embeddings.registry.rules import clean_provider, one_line
 
+# With one of these the provider may take a text that it refused before.
+_WHAT_IS_TAKEN = frozenset({"kind", "base_url", "embedding_model", "batch_size", "batch_characters"})
 # What was learned about a server says nothing about the next one.
 _LEARNED = {"refuses_base64": False, "busy_until": None, "overtaken_since": None}
 
@@ -45,23 +48,29 @@ def set_provider(name: str, values: Mapping[str, object]) -> ProviderChange:
         created = provider._state.adding
         changed = tuple(field for field in values if getattr(provider, field) != before[field])
         notes = notes_on(provider, () if created else changed)
-        save_provider(provider, changed)
+        retried = save_provider(provider, changed)
+    if retried:
+        notes += (f"{retried} undeliverable rows are tried again by the next sweep.",)
     return ProviderChange(provider, created, changed, notes)
 
 
-def save_provider(provider: Provider, changed: Collection[str]) -> None:
-    """Stores a cleaned provider: of one that exists only what changed, since the lane writes to the same row."""
+def save_provider(provider: Provider, changed: Collection[str]) -> int:
+    """Stores a cleaned provider: of one that exists only what changed, since the lane writes to the same row.
+
+    Where the server, its model or its limits changed, its undeliverable rows are tried again; returns how many.
+    """
     if provider._state.adding:
         provider.save()
-        return
+        return 0
     if not changed:
-        return
+        return 0
     fields = {*changed, "revision"}
     if "base_url" in fields:
         for field, value in _LEARNED.items():
             setattr(provider, field, value)
         fields |= _LEARNED.keys()
     provider.save(update_fields=fields)
+    return _retry_undeliverable(provider) if fields & _WHAT_IS_TAKEN else 0
 
 
 def notes_on(provider: Provider, changed: Collection[str]) -> tuple[str, ...]:
@@ -88,6 +97,12 @@ def resume_provider(provider: Provider) -> bool:
     if resumed:
         doorbell.ring(doorbell.DRAIN, provider.pk)
     return bool(resumed)
+
+
+def _retry_undeliverable(provider: Provider) -> int:
+    refused = KnowledgeRow.objects.filter(generation__provider=provider).exclude(undeliverable_reason="")
+    repositories = Repository.objects.filter(pk__in=refused.values("repository")).order_by("pk")
+    return sum(map(store.retry_undeliverable, repositories))
 
 
 def _whole_number(name: str, field: str, value: object) -> object:
