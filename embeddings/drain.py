@@ -262,15 +262,15 @@ class _Drain:
         kept = self.gate.keeps_late_replies and not call.task.is_interactive
         if task_queue.release_slot(call.task) and kept:
             self._keep_late(_Answered(call.task, call.batch, call.adapter, reply))
+            self._ended(call.task)
 
     def _keep_late(self, answered: _Answered) -> None:
         try:
             vectors = self._decoded(answered)
-            outcome = RepositoryOutcome.objects.get(pk=answered.task.of_outcome)
-            with transaction.atomic():
-                store.write_vectors(outcome.repository_id, answered.batch.bind(vectors))
-        except (ProviderError, RepositoryOutcome.DoesNotExist) as error:
+        except ProviderError as error:
             logger.info("a late reply was not kept: %s", type(error).__name__)
+        else:
+            durably(lambda: _store_late(answered, vectors))
 
     def _store_unstored(self) -> None:
         answered, self.unstored = self.unstored, None
@@ -424,6 +424,15 @@ def _store_interactive(task: Dispatched, vectors: np.ndarray) -> None:
     with transaction.atomic():
         if task_queue.mark_stored(task):
             EmbeddingTask.objects.filter(pk=task.id).update(vectors=delivery.encode(vectors))
+
+
+def _store_late(answered: _Answered, vectors: np.ndarray) -> None:
+    """What a cancelled task's call brings all the same: the rows take it, the outcome's decision stands."""
+    outcomes = RepositoryOutcome.objects.filter(pk=answered.task.of_outcome)
+    rows = answered.batch.bind(vectors)
+    with transaction.atomic():
+        outcomes.update(embedded=F("embedded") + len(rows))
+        store.write_vectors(outcomes.values_list("repository", flat=True).get(), rows)
 
 
 def _store_batch(answered: _Answered, vectors: np.ndarray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -163,14 +162,14 @@ def codes_of(run: TenantRun, repositories: Sequence[Repository]) -> list[tuple[s
     return [(outcome.status, outcome.error_code, outcome.source_error_code) for outcome in found]
 
 
-class Opened:
-    """An event for tests that wait for one thing to have happened in another thread."""
+def slots_taken() -> int:
+    return EmbeddingTask.objects.exclude(slot=None).count()
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
 
-    def set(self) -> None:
-        self._event.set()
-
-    def wait(self, seconds: float = 10.0) -> None:
-        assert self._event.wait(seconds), "the other thread did not come this far"
+def raised_by(call: Callable[[], object]) -> type[BaseException] | None:
+    """The class of what the call raises; None if it returns."""
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
