@@ -22,7 +22,7 @@ from embeddings.drain import Controls
 from embeddings.drain import drain as drain_until_idle
 from embeddings.errors import DispatchNotAllowed, UsageError
 from embeddings.knowledge import batches, store
-from embeddings.knowledge.source import RevisionMissing, SourceEmpty, SourceError, SourceRefused
+from embeddings.knowledge.source import RevisionMissing, SourceEmpty, SourceError, SourceRefused, SourceStopped
 from embeddings.models import (
     EmbeddingGeneration,
     EmbeddingTask,
@@ -187,7 +187,7 @@ def _carry_out(claim: Claim) -> None:
     controls = scan.ScanControls(should_stop=lambda: shutdown.requested.is_set() or not _is_held(claim))
     try:
         result = scan.scan(outcome.repository, outcome.run.generation, controls)
-    except scan.ScanStopped:
+    except (scan.ScanStopped, SourceStopped):
         _return_scan(claim)
     except SourceError as error:
         status = OutcomeStatus.FAILED if _is_own_fault(error) else OutcomeStatus.DEFERRED
