@@ -113,7 +113,8 @@ def main() -> int:
 def play(var_dir: Path) -> None:
     """The whole demo with its state in `var_dir`. Raises one of the errors that `main` prints."""
     _need_commits(CHECKOUT)
-    var_dir.mkdir(parents=True, exist_ok=True)
+    _begin_anew_if_changed(var_dir)
+    _make_django_repository(var_dir)
     stage = Stage(var_dir, local_environment(var_dir))
     models = models_dir(CHECKOUT / "var")
     prepare(models, _say)
@@ -127,15 +128,41 @@ def play(var_dir: Path) -> None:
         _sweep_and_ask(stage)
 
 
+def _begin_anew_if_changed(var_dir: Path) -> None:
+    """Forget what an earlier version of the demo, or one at another place, has left: its repositories were others."""
+    made = var_dir / "made"
+    if var_dir.exists() and not (made.exists() and made.read_text() == _signature(var_dir)):
+        shutil.rmtree(var_dir)
+    var_dir.mkdir(parents=True, exist_ok=True)
+
+
 def _set_up(stage: Stage, server: ModelServer) -> None:
     stage.manage("migrate", "--verbosity", "0")
     models = ("--embedding-model", server.embedding_model, "--chat-model", server.chat_model)
     stage.manage("provider", "set", "local", "--kind", "openai-compatible", "--base-url", server.base_url, *models)
-    for tenant in ("acme", "globex"):
-        stage.manage("tenant", "add", tenant, "--embedding-provider", "local", "--chat-provider", "local")
+    made = stage.var_dir / "made"
+    if made.exists():
+        _say("\nthe tenants and repositories are there already")
+        return
+    for words in _owners(stage.var_dir):
+        stage.manage(*words)
+    made.write_text(_signature(stage.var_dir))
+
+
+def _owners(var_dir: Path) -> list[tuple[str, ...]]:
+    """The commands that make the tenants and their repositories."""
+    providers = ("--embedding-provider", "local", "--chat-provider", "local")
+    tenants = [("tenant", "add", tenant, *providers) for tenant in ("acme", "globex")]
     own = [word for pattern in _OWN_FILES for word in ("--include", pattern)]
-    stage.manage("repository", "add", "acme", "sluicegate", str(CHECKOUT), *own)
-    stage.manage("repository", "add", "globex", "django-parts", str(_django_repository(stage.var_dir)))
+    return [
+        *tenants,
+        ("repository", "add", "acme", "sluicegate", str(CHECKOUT), *own),
+        ("repository", "add", "globex", "django-parts", str(_django_path(var_dir))),
+    ]
+
+
+def _signature(var_dir: Path) -> str:
+    return "".join(f"{shlex.join(words)}\n" for words in _owners(var_dir))
 
 
 def _start_worker(stage: Stage, running: ExitStack) -> None:
@@ -172,11 +199,15 @@ def _need_commits(checkout: Path) -> None:
         )
 
 
-def _django_repository(var_dir: Path) -> Path:
+def _django_path(var_dir: Path) -> Path:
+    return var_dir / f"django-{django.get_version()}"
+
+
+def _make_django_repository(var_dir: Path) -> None:
     """A git repository of some of the installed Django's modules, with the same commit id wherever it is made."""
-    repository = var_dir / f"django-{django.get_version()}"
+    repository = _django_path(var_dir)
     if (repository / ".git" / "refs" / "heads" / "main").exists():
-        return repository
+        return
     shutil.rmtree(repository, ignore_errors=True)
     for module in _DJANGO_MODULES:
         target = repository / "django" / module
@@ -185,7 +216,6 @@ def _django_repository(var_dir: Path) -> Path:
     commit = ["commit", "--quiet", "--message", f"Some modules of Django {django.get_version()}"]
     for words in (["init", "--quiet", "--initial-branch", "main"], ["add", "."], commit):
         _run_git(repository, words)
-    return repository
 
 
 def _run_git(repository: Path, words: Sequence[str]) -> None:

@@ -51,6 +51,11 @@ def foreground(command: Sequence[str], environ: Mapping[str, str]) -> int:
     process = subprocess.Popen(command, cwd=CHECKOUT, env=environ)
     try:
         return process.wait()
+    except KeyboardInterrupt:
+        # The terminal has told the child too: let it end in its own way.
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(_STOP_TIMEOUT_S)
+        raise
     finally:
         end(process)
 

@@ -17,19 +17,33 @@ def git(repository, *words):
 def test_the_second_repository_has_the_same_commit_wherever_it_is_made(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    first, second = (demo._django_repository(tmp_path / name) for name in ("a", "b"))
+        demo._make_django_repository(tmp_path / name)
+    first, second = (demo._django_path(tmp_path / name) for name in ("a", "b"))
     assert git(first, "rev-parse", "HEAD") == git(second, "rev-parse", "HEAD")
     assert "django/contrib/auth/hashers.py" in git(first, "ls-files").split()
     assert git(first, "status", "--porcelain") == ""
 
 
 def test_it_is_made_once_and_a_half_made_one_is_made_anew(tmp_path):
-    repository = demo._django_repository(tmp_path)
+    demo._make_django_repository(tmp_path)
+    repository = demo._django_path(tmp_path)
     inode = repository.stat().st_ino
-    assert demo._django_repository(tmp_path).stat().st_ino == inode
+    demo._make_django_repository(tmp_path)
+    assert repository.stat().st_ino == inode
     (repository / ".git" / "refs" / "heads" / "main").unlink()
-    demo._django_repository(tmp_path)
+    demo._make_django_repository(tmp_path)
     assert git(repository, "rev-list", "--count", "HEAD") == "1\n"
+
+
+def test_what_another_version_of_the_demo_left_is_forgotten(tmp_path):
+    var_dir = tmp_path / "demo"
+    demo._begin_anew_if_changed(var_dir)
+    (var_dir / "made").write_text(demo._signature(var_dir))
+    demo._begin_anew_if_changed(var_dir)
+    assert (var_dir / "made").exists()
+    (var_dir / "made").write_text("repository add acme other /elsewhere\n")
+    demo._begin_anew_if_changed(var_dir)
+    assert not list(var_dir.iterdir())
 
 
 def test_a_checkout_without_commits_is_told_so_in_one_line(tmp_path):
