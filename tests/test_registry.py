@@ -7,7 +7,17 @@ from embeddings import registry
 from embeddings.errors import UsageError
 from embeddings.models import Provider, Repository, TenantApiKey
 from embeddings.registry.base_url import normalise_base_url, same_server
-from tests.factories import make_generation, make_provider, make_repository, make_row, make_tenant, make_version
+from embeddings.states import OutcomeStatus
+from tests.factories import (
+    make_generation,
+    make_outcome,
+    make_provider,
+    make_repository,
+    make_row,
+    make_run,
+    make_tenant,
+    make_version,
+)
 
 pytestmark = [pytest.mark.django_db, pytest.mark.both_databases]
 
@@ -390,6 +400,21 @@ class TestRepositories:
         registry.set_repository(repository, {"ref": "main"})
         stored = Repository.objects.get()
         assert (stored.indexed_revision, stored.consecutive_failures, stored.ref) == ("abc", 3, "main")
+
+    def test_removing_cancels_what_is_unfinished_and_can_be_done_once(self):
+        repository = make_repository()
+        outcome = make_outcome(make_run(repository.tenant.embedding_provider), repository)
+        answers = [registry.remove_repository(repository), registry.remove_repository(repository)]
+        outcome.refresh_from_db()
+        assert answers == [True, False]
+        assert outcome.status == OutcomeStatus.CANCELLED
+        with pytest.raises(UsageError, match="no repository"):
+            registry.find_repository(repository.tenant, repository.slug)
+
+    def test_removing_a_tenant_removes_its_repositories_and_nobody_else_s(self):
+        mine, other = make_repository(), make_repository()
+        assert registry.remove_tenant(mine.tenant) == 1
+        assert list(Repository.objects.filter(removed_at=None)) == [other]
 
 
 class TestNames:

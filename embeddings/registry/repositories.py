@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from django.core.exceptions import ValidationError
 from django.utils import timezone
 
+from embeddings import sweep
 from embeddings.errors import UsageError
 from embeddings.models import Repository, Tenant
 from embeddings.registry.rules import clean_repository, one_line
@@ -82,9 +83,6 @@ def remove_repository(repository: Repository) -> bool:
 
     Whether this changed anything.
     """
-    # Imported here because it brings a provider's SDK along, which takes a second that few of these verbs need.
-    from embeddings import sweep
-
     removed = Repository.objects.filter(pk=repository.pk, removed_at=None).update(removed_at=timezone.now())
     if removed:
         sweep.cancel_repository(repository)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from django.core.management.base import CommandParser
@@ -58,17 +59,21 @@ class Command(SluicegateCommand):
 
     def _follow(self, runs: list[TenantRun]) -> bool:
         """Follows the runs to their end; says whether that was Ctrl-C, or the terminate signal of a supervisor."""
-        with _terminate_interrupts(), following(self.stderr) as follower:
-            try:
-                follow(runs, follower)
-            except KeyboardInterrupt:
-                self.note("Cancelling; what is embedded is kept. Ctrl-C again leaves at once.")
-                for run in runs:
-                    sweep.request_cancel(run)
-                return True
-            finally:
-                follower.look(runs)
-        return False
+        with _interruptible() as interruption, following(self.stderr) as follower:
+
+            def look(current: list[TenantRun]) -> None:
+                follower(current)
+                if interruption.is_news():
+                    self._cancel(current)
+
+            follow(runs, look)
+            follower.look(runs)
+        return interruption.came
+
+    def _cancel(self, runs: list[TenantRun]) -> None:
+        self.note("Cancelling; what is embedded is kept. Ctrl-C again leaves at once.")
+        for run in runs:
+            sweep.request_cancel(run)
 
     def _say_started(self, runs: list[TenantRun], *, as_json: bool) -> None:
         if as_json:
@@ -90,14 +95,34 @@ class Command(SluicegateCommand):
                 self.note(story)
 
 
+class _Interruption:
+    """Remembers the first signal, so that a scan or a call under way hears of the cancel; the second one interrupts."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._was_told = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+
+    def is_news(self) -> bool:
+        """Once, after the first signal."""
+        is_news, self._was_told = self.came and not self._was_told, self.came
+        return is_news
+
+
 @contextmanager
-def _terminate_interrupts() -> Iterator[None]:
-    """While a sweep is followed, a supervisor's SIGTERM cancels it as Ctrl-C does."""
+def _interruptible() -> Iterator[_Interruption]:
+    """While a sweep is followed, Ctrl-C and a supervisor's SIGTERM ask for its cancel."""
+    interruption = _Interruption()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield interruption
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, interruption) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield interruption
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
