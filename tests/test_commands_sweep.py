@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 
@@ -193,6 +194,17 @@ class TestInterrupting:
         again = manage("sweep", "--json")
         (outcome,) = again.json["runs"][0]["outcomes"]
         assert (again.status, outcome["status"], outcome["embedded"]) == (0, "succeeded", 4)
+
+    def test_reaches_a_scan_whose_source_never_answers(self, stage, run_manage):
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            source = f"https://127.0.0.1:{silent.getsockname()[1]}/docs.git"
+            outcomes = make_repository(stage.tenant, source=source).outcomes
+            process = run_manage("sweep")
+            eventually(lambda: outcomes.filter(status=OutcomeStatus.SCANNING).exists(), timeout=40)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=20)
+        assert process.returncode == 130, err
+        assert outcomes.get().status == OutcomeStatus.CANCELLED
 
     def test_leaving_without_cancelling_would_leave_the_repository_taken(self, stage):
         """The twin: what Ctrl-C is there to prevent."""
