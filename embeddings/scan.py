@@ -96,12 +96,13 @@ class _Scan:
         Repository.objects.filter(pk=self.repository.pk, live_generation=None).update(live_generation=self.generation)
         wanted = {entry.path: entry for entry in self._wanted(snapshot)}
         kept = self._kept()
-        self._drop_gone([each.file_id for path, each in kept.items() if path not in wanted])
         self._drop_obsolete(wanted, kept)
         self._copy_older(wanted, kept)
         self._read_changed(
             [entry for path, entry in wanted.items() if _needs_reading(entry, kept.get(path), self.place)]
         )
+        # After what is new was read: a file that was renamed takes the vectors of its old name.
+        self._drop_gone([each.file_id for path, each in kept.items() if path not in wanted])
         return self.result
 
     def _wanted(self, snapshot: Snapshot) -> Iterator[TreeEntry]:

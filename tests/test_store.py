@@ -80,6 +80,11 @@ class TestVersions:
         store.write_versions(place, [read("a.py", "second", oid="2")])
         assert list(KnowledgeRow.objects.values_list("text", flat=True)) == ["second"]
 
+    def test_what_was_embedded_of_an_unpublished_predecessor_is_kept(self, repository, place):
+        store.write_versions(place, [read("a.py", "x", "y")])
+        embed(repository, "x")
+        assert store.write_versions(place, [read("a.py", "x", "z", oid="2")]).reused == 1
+
     def test_without_rows_are_live_at_once(self, repository, place):
         store.write_versions(place, [read("empty.py"), ReadFile("image.png", "2", skipped_reason="binary")])
         assert set(FileVersion.objects.values_list("is_live", "row_count", "skipped_reason")) == {

@@ -67,11 +67,12 @@ def write_versions(place: Place, files: Sequence[ReadFile]) -> Written:
     hashes = {chunk.text: text_hash(chunk.text) for read in files for chunk in read.chunks}
     with transaction.atomic():
         file_ids = _file_ids(place, [read.path for read in files])
+        # Before the unpublished predecessors go: what was embedded of them is not bought again.
+        known = known_vectors(place.tenant_id, place.generation_id, hashes.values())
         _delete_versions(
             FileVersion.objects.filter(generation=place.generation_id, is_live=False, file__in=file_ids.values())
         )
         versions = FileVersion.objects.bulk_create(_version(place, read, file_ids[read.path]) for read in files)
-        known = known_vectors(place.tenant_id, place.generation_id, hashes.values())
         rows = [
             _row(place, version, chunk, hashes[chunk.text], known)
             for version, read in zip(versions, files, strict=True)
