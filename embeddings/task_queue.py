@@ -211,7 +211,7 @@ def _dispatch(cursor: CursorWrapper, gate: _Gate, picked: tuple[Any, ...], slot:
     task = Dispatched(picked[0], secrets.token_hex(16), gate.provider_id, *picked[1:])
     if task.outcome_id is not None:
         # The outcome before the task: an opening circuit locks them in that order.
-        _execute(cursor, _COUNT_DISPATCH, outcome=task.outcome_id)
+        _execute(cursor, _COUNT_DISPATCH, outcome=task.outcome_id, instant=f"{timezone.now():%Y-%m-%d %H:%M:%S.%f}")
     if _execute(cursor, _DISPATCH, slot=slot, **_holder(task)) == 0:
         count_calls(task, -1)
         return None
@@ -414,6 +414,8 @@ def _filled(statement: str, vendor: str, ahead_ms: int, lease_ms: int, overtaken
         lease=_now(lease_ms),
         overtaken=_now(overtaken_ms),
         lock=_lock(),
+        # SQLite's own clock counts milliseconds; turns are taken in less. It has one machine, so ours is the same clock.
+        instant="clock_timestamp()" if vendor == "postgresql" else "%(instant)s",
         # What is admitted or settled may be lost with a crash of the database itself: at worst a batch is bought twice.
         relax=", set_config('synchronous_commit', 'off', true)" if vendor == "postgresql" else "",
     )
@@ -462,7 +464,7 @@ UPDATE {_TASK} SET state = 1, slot = %(slot)s, dispatch_token = %(token)s, lease
   dispatched_at = {{now}}, attempts = attempts + 1, call_ended_at = NULL, call_ended_by = ''
 WHERE id = %(task)s AND state = 0"""
 _COUNT_DISPATCH = """
-UPDATE embeddings_repositoryoutcome SET last_dispatched_at = {now}, provider_calls = provider_calls + 1
+UPDATE embeddings_repositoryoutcome SET last_dispatched_at = {instant}, provider_calls = provider_calls + 1
 WHERE id = %(outcome)s"""
 _COUNT_CALLS = """
 UPDATE embeddings_repositoryoutcome SET provider_calls = provider_calls + %(further)s WHERE id = %(outcome)s"""
