@@ -87,6 +87,11 @@ def sweep_all(*repositories: Repository, concurrency: int = 2) -> TenantRun:
     return drive(start(*repositories, concurrency=concurrency))
 
 
+def drain(site: Site) -> int:
+    """Drains the site's provider in this thread."""
+    return sweep.drain(site.provider.pk)
+
+
 def drive(run: TenantRun) -> TenantRun:
     """Scans, drains and advances until the run is finished."""
     deadline = time.monotonic() + _END_WITHIN_S

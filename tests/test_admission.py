@@ -36,6 +36,7 @@ from tests.sweeping import (
     OLLAMA,
     Site,
     calls_with,
+    drain,
     drive,
     in_threads,
     make_site,
@@ -64,10 +65,6 @@ def server():
 @pytest.fixture
 def ollama(server, tmp_path) -> Site:
     return make_site(OLLAMA, server, tmp_path, embedding_timeout_ms=1_000, query_timeout_ms=1_000, batch_size=4)
-
-
-def drain(site: Site) -> int:
-    return sweep.drain(site.provider.pk)
 
 
 # --- the cap ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tests.sweeping import (
     Site,
     calls_with,
     codes_of,
+    drain,
     drive,
     in_threads,
     make_site,
@@ -63,10 +64,6 @@ def ollama(server, tmp_path) -> Site:
 def local(request, server, tmp_path) -> Site:
     """A site of each local kind, one call at a time."""
     return make_site(request.param, server, tmp_path, embedding_timeout_ms=1_000, query_timeout_ms=1_000, batch_size=4)
-
-
-def drain(site: Site) -> int:
-    return sweep.drain(site.provider.pk)
 
 
 def timed_out(site: Site) -> tuple[str, str, str]:
