@@ -72,7 +72,8 @@ class TestChoosing:
 
     def test_what_is_embedded_by_now_takes_that_vector(self, outcome):
         ids = rows(outcome, "a", "b")
-        store.write_vectors(outcome.repository_id, [(ids[0], vector_of("a", 4))])
+        with transaction.atomic():
+            store.write_vectors(outcome.repository_id, [(ids[0], vector_of("a", 4))])
         rows(outcome, "a", "a")
         batches.refill(configure(outcome))
         assert queued() == [("b",)]

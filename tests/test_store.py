@@ -42,8 +42,19 @@ def embed(repository, *texts):
     """Gives the pending rows of these texts (or all) their vectors."""
     rows = KnowledgeRow.objects.filter(store.PENDING, repository=repository)
     chosen = rows.filter(text__in=texts) if texts else rows
+    return write_vectors(repository, *((row.pk, VECTOR) for row in chosen))
+
+
+def write_vectors(repository, *rows):
     with transaction.atomic():
-        return store.write_vectors(repository.pk, [(row.pk, VECTOR) for row in chosen])
+        return store.write_vectors(repository.pk, rows)
+
+
+def condemn(repository, reason):
+    """Every row of the repository that is pending."""
+    with transaction.atomic():
+        pending = KnowledgeRow.objects.filter(store.PENDING, repository=repository)
+        store.mark_undeliverable(repository.pk, [row.pk for row in pending], reason)
 
 
 def live(repository):
@@ -94,7 +105,7 @@ class TestVersions:
 
     def test_a_half_made_one_never_goes_live(self, repository, generation):
         row = make_row(make_version(repository, generation))
-        store.write_vectors(repository.pk, [(row.pk, VECTOR)])
+        write_vectors(repository, (row.pk, VECTOR))
         assert live(repository) == []
 
     def test_the_database_refuses_two_live_ones(self, repository, generation):
@@ -164,18 +175,18 @@ class TestVectors:
     def test_are_bound_once(self, repository, place):
         store.write_versions(place, [read("a.py", "x")])
         row = KnowledgeRow.objects.get()
-        assert store.write_vectors(repository.pk, [(row.pk, VECTOR)]) == 1
-        assert store.write_vectors(repository.pk, [(row.pk, VECTOR + 1)]) == 0
+        assert write_vectors(repository, (row.pk, VECTOR)) == 1
+        assert write_vectors(repository, (row.pk, VECTOR + 1)) == 0
         row.refresh_from_db()
         assert np.array_equal(row.vector, VECTOR)
 
     def test_for_a_row_that_has_gone_are_dropped(self, repository):
-        assert store.write_vectors(repository.pk, [(10**9, VECTOR)]) == 0
+        assert write_vectors(repository, (10**9, VECTOR)) == 0
 
     def test_come_back_as_they_were_written(self, repository, place):
         store.write_versions(place, [read("a.py", "x")])
         exact = np.array([1e-30, -3.1415927, 1e20, 0.1], dtype=np.float32)
-        store.write_vectors(repository.pk, [(KnowledgeRow.objects.get().pk, exact)])
+        write_vectors(repository, (KnowledgeRow.objects.get().pk, exact))
         assert np.array_equal(KnowledgeRow.objects.get().vector, exact)
 
     def test_two_batches_of_one_file_at_once_publish_it(self, repository, place):
@@ -212,14 +223,14 @@ class TestUndeliverable:
         store.write_versions(place, [read("a.py", "x", "y")])
         embed(repository, "x")
         row = KnowledgeRow.objects.get(text="y")
-        store.mark_undeliverable(repository.pk, [row.pk], "the provider answered 400" + "!" * 900)
+        condemn(repository, "the provider answered 400" + "!" * 900)
         row.refresh_from_db()
         assert (len(row.undeliverable_reason), row.vector) == (500, None)
         assert live(repository) == ["x", "y"]
 
     def test_tried_again_they_are_pending_where_they_stand(self, repository, place):
         store.write_versions(place, [read("a.py", "x")])
-        store.mark_undeliverable(repository.pk, [KnowledgeRow.objects.get().pk], "refused")
+        condemn(repository, "refused")
         assert store.retry_undeliverable(repository) == 1
         assert KnowledgeRow.objects.filter(store.PENDING).count() == 1
         before = touched(repository)

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 from django.utils import timezone
 
 from embeddings import circuit, codes, outcomes, shutdown, sweep, task_queue
@@ -224,7 +224,8 @@ class TestEmbedding:
         task_queue.settle(of_b)
         task_queue.mark_stored(of_b)
         row = KnowledgeRow.objects.get(repository=b)
-        store.write_vectors(b.pk, [(row.pk, vector_of("beta", DIMENSIONS))])
+        with transaction.atomic():
+            store.write_vectors(b.pk, [(row.pk, vector_of("beta", DIMENSIONS))])
         sweep.after_task(of_b)
         assert outcome_of(run, b).status == S.SUCCEEDED
         assert TenantRun.objects.get(pk=run.pk).status == RunStatus.DEGRADED
