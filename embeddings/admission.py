@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from embeddings import task_queue
+from embeddings.durably import durably
 from embeddings.errors import ProviderConfigurationError
 from embeddings.task_queue import Dispatched
 from embeddings.timeouts import OnProviderTimeout, notify_provider_timeout
@@ -44,7 +45,7 @@ def finish(task: Dispatched, error: Exception, code: str, on_provider_timeout: O
     if not task_queue.is_held(task):
         return False
     notify_provider_timeout(error, on_provider_timeout)
-    return task_queue.fail(task, code, str(error))
+    return durably(lambda: task_queue.fail(task, code, str(error)))
 
 
 def cap_of(cap: object) -> int:

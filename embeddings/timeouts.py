@@ -59,6 +59,7 @@ def notify_provider_timeout(error: BaseException, on_provider_timeout: OnProvide
         return False
     try:
         on_provider_timeout(error)
-    except Exception as raised:  # Whatever the owner's code raises, the source error stands and the slot must come free.
+    except Exception as raised:
+        # Whatever the owner's code raises, the source error stands and the slot must come free.
         logger.error("on_provider_timeout raised %s", type(raised).__name__)
     return True
