@@ -1,4 +1,8 @@
-"""ORM calls from the web's loop: a few threads, so that the connections of a process are few, whoever waits (leaf)."""
+"""ORM calls of processes that wait for much: a few threads with connections of their own, whoever waits (leaf).
+
+The web's loop follows hundreds of logs, and a worker's threads follow hundreds of providers. None of them holds a
+connection: their short calls take turns in these threads.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +24,26 @@ _waiting_pool = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting"
 
 async def in_database(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The call's result, from a thread with a database connection. Short calls only: there are `THREADS` of them."""
+    return await asyncio.get_running_loop().run_in_executor(_pool, lambda: _with_connection(call, *args, **kwargs))
 
-    def guarded() -> T:
-        close_old_connections()
-        return call(*args, **kwargs)
 
-    return await asyncio.get_running_loop().run_in_executor(_pool, guarded)
+def in_database_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The same for a thread, which waits for it."""
+    return _pool.submit(lambda: _with_connection(call, *args, **kwargs)).result()
 
 
 async def in_waiting_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The same for a call that waits for a provider. Its thread keeps no connection when it is done."""
+    return await asyncio.get_running_loop().run_in_executor(_waiting_pool, lambda: _and_close(call, *args, **kwargs))
 
-    def guarded() -> T:
-        try:
-            return call(*args, **kwargs)
-        finally:
-            connections.close_all()
 
-    return await asyncio.get_running_loop().run_in_executor(_waiting_pool, guarded)
+def _with_connection(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    close_old_connections()
+    return call(*args, **kwargs)
+
+
+def _and_close(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return call(*args, **kwargs)
+    finally:
+        connections.close_all()

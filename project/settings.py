@@ -55,14 +55,14 @@ INSTALLED_APPS = [
 ]
 
 MIDDLEWARE = [
-    "django.middleware.security.SecurityMiddleware",
+    "project.page_middleware.Security",
     "project.static_files.static_files",
-    "django.contrib.sessions.middleware.SessionMiddleware",
-    "django.middleware.common.CommonMiddleware",
-    "django.middleware.csrf.CsrfViewMiddleware",
-    "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "django.contrib.messages.middleware.MessageMiddleware",
-    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "project.page_middleware.Session",
+    "project.page_middleware.Common",
+    "project.page_middleware.Csrf",
+    "project.page_middleware.Authentication",
+    "project.page_middleware.Messages",
+    "project.page_middleware.XFrameOptions",
 ]
 
 ROOT_URLCONF = "project.urls"

@@ -16,6 +16,8 @@ from whitenoise.middleware import WhiteNoiseMiddleware  # type: ignore[import-un
 def static_files(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
     """Serves what lies under STATIC_URL, as WhiteNoise does; it knows only synchronous handlers."""
     nothing = object()
+    # WhiteNoise warns of a folder that is not there; with its finders none is needed.
+    settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)
     whitenoise = WhiteNoiseMiddleware(lambda request: nothing)
 
     def served(request: HttpRequest) -> Any:

@@ -12,6 +12,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from embeddings import shutdown
+from project.database_threads import in_database_thread
 from streaming import claims, lost_turns, turn, turn_run
 from streaming.models import ChatTurn
 from streaming.states import TURN_ENDED, TurnState
@@ -27,10 +28,18 @@ def run_turn(public_id: str) -> None:
     # A turn that is not claimed stays queued: another worker gets it, when it is rung again.
     if shutdown.requested.is_set():
         return
-    found = ChatTurn.objects.select_related("provider", "tenant").filter(public_id=public_id).first()
-    claim = turn.claim(found) if found is not None else None
-    if found is not None and claim is not None:
-        turn_run.run(found, claim)
+    claimed = in_database_thread(_claim, public_id)
+    if claimed is not None:
+        turn_run.run(*claimed)
+
+
+def _claim(public_id: str) -> tuple[ChatTurn, turn.Claim] | None:
+    try:
+        found = ChatTurn.objects.select_related("provider", "tenant").get(public_id=public_id)
+    except ChatTurn.DoesNotExist:
+        return None
+    claim = turn.claim(found)
+    return None if claim is None else (found, claim)
 
 
 @shared_task(name="streaming.tick")

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils import timezone
@@ -86,18 +86,15 @@ def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
     """Stores the turn as already claimed, for a caller that runs it itself. Raises TooManyTurns."""
     token = _new_token()
     with transaction.atomic():
-        turn = _insert(
-            new, state=TurnState.RUNNING, claim_token=token, lease_expires_at=_lease(), started_at=timezone.now()
-        )
+        turn = _insert(new, **_claim_fields(token, uses_knowledge=new.offer.uses_knowledge))
     return turn, Claim(turn.pk, token)
 
 
 def claim(turn: ChatTurn) -> Claim | None:
     """The right to run a queued turn, or None: another has it, or it has ended. A redelivered message gets None."""
     token = _new_token()
-    won = ChatTurn.objects.filter(pk=turn.pk, state=TurnState.QUEUED).update(
-        state=TurnState.RUNNING, claim_token=token, lease_expires_at=_lease(), started_at=timezone.now()
-    )
+    queued = ChatTurn.objects.filter(pk=turn.pk, state=TurnState.QUEUED)
+    won = queued.update(**_claim_fields(token, uses_knowledge=turn.uses_knowledge))
     return Claim(turn.pk, token) if won else None
 
 
@@ -193,8 +190,9 @@ def end_data(ending: Ending) -> dict[str, Any]:
 
 
 def _insert(new: NewTurn, **fields: Any) -> ChatTurn:
-    # The lock that makes the count true: on SQLite the transaction itself, on PostgreSQL the tenant's row.
-    Tenant.objects.select_for_update(no_key=True).get(pk=new.tenant.pk)
+    # The lock that makes the count true: on SQLite the transaction itself, elsewhere the tenant's row.
+    if connection.features.has_select_for_update:
+        Tenant.objects.select_for_update(no_key=True).get(pk=new.tenant.pk)
     if ChatTurn.objects.filter(tenant=new.tenant, state__in=TURN_UNFINISHED).count() >= settings.CHAT_TURNS_PER_TENANT:
         raise TooManyTurns(f"There are {settings.CHAT_TURNS_PER_TENANT} unfinished turns already: wait for one to end.")
     return ChatTurn.objects.create(
@@ -207,6 +205,16 @@ def _insert(new: NewTurn, **fields: Any) -> ChatTurn:
         request=storable(new.request),
         **fields,
     )
+
+
+def _claim_fields(token: str, *, uses_knowledge: bool) -> dict[str, Any]:
+    return {
+        "state": TurnState.RUNNING,
+        "stage": TurnStage.RETRIEVING if uses_knowledge else TurnStage.STREAMING,
+        "claim_token": token,
+        "lease_expires_at": _lease(),
+        "started_at": timezone.now(),
+    }
 
 
 def _claimed(held: Claim) -> Any:

@@ -17,8 +17,10 @@ from django.db import connections
 from django.utils import timezone
 
 from embeddings.errors import SluicegateError, TaskExpired
+from embeddings.knowledge.search import SearchHit
 from embeddings.timeouts import is_provider_timeout
 from project import event_loop
+from project.database_threads import in_database_thread
 from streaming import claims, codes, events
 from streaming import turn as verbs
 from streaming.answer import Answer
@@ -94,11 +96,12 @@ def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = Non
     except Exception as error:
         # Whatever it was, the turn must not stay behind as running; the text so far is kept.
         logger.error("turn %s failed: %s", turn.public_id, _place_of(error))
-    if held.is_lost or not verbs.end(held.claim, outcome.ending, outcome.result(), outcome.first_content_at):
+    if held.is_lost or not in_database_thread(
+        verbs.end, held.claim, outcome.ending, outcome.result(), outcome.first_content_at
+    ):
         event_loop.run(_abandon(log))
         logger.warning("turn %s: its claim was lost, nothing more is written", turn.public_id)
         return None
-    connections.close_all()
     event_loop.run(log.close(len(outcome.attempts), verbs.end_data(outcome.ending), CLOSE_LOG_S))
     logger.info("turn %s ended: state=%s code=%s", turn.public_id, outcome.ending.state, outcome.ending.error_code)
     return outcome.ending
@@ -106,8 +109,6 @@ def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = Non
 
 def _carry_out(turn: ChatTurn, held: HeldClaim, log: TurnLog, outcome: _Outcome, listener: Listener | None) -> None:
     prepared = _prepare(turn, held)
-    # A thread that follows a provider holds no connection: there are more threads than connections.
-    connections.close_all()
     if isinstance(prepared, Ending):
         outcome.ending = prepared
     else:
@@ -120,8 +121,7 @@ def _prepare(turn: ChatTurn, held: HeldClaim) -> _Work | Ending:
     try:
         config = config_of(turn.provider)
         if turn.uses_knowledge:
-            verbs.enter(held.claim, TurnStage.RETRIEVING)
-            hits = retrieve(turn.tenant, question_of(request["messages"]), lambda: held.is_interrupted)
+            hits = _retrieve(turn, held)
             sources = sources_of(hits)
             request["messages"] = with_excerpts(request["messages"], hits)
     except Exception as error:
@@ -129,8 +129,18 @@ def _prepare(turn: ChatTurn, held: HeldClaim) -> _Work | Ending:
         if not isinstance(error, SluicegateError) and not is_provider_timeout(error):
             raise
         return _interruption(held) if held.is_interrupted else _retrieval_failed(error)
-    verbs.enter(held.claim, TurnStage.STREAMING, sources=events.storable(sources))
     return _Work(f"turn={turn.public_id}", config, request, sources)
+
+
+def _retrieve(turn: ChatTurn, held: HeldClaim) -> list[SearchHit]:
+    try:
+        hits = retrieve(turn.tenant, question_of(turn.request["messages"]), lambda: held.is_interrupted)
+    finally:
+        # A thread that follows a provider holds no connection: there are more threads than connections.
+        connections.close_all()
+    sources = events.storable(sources_of(hits))
+    in_database_thread(verbs.enter, held.claim, TurnStage.STREAMING, sources=sources)
+    return hits
 
 
 def _retrieval_failed(error: Exception) -> Ending:

@@ -5,6 +5,7 @@ import pytest
 from embeddings.models import RepositoryOutcome
 from embeddings.registry import KeyScope, issue_key
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus
+from streaming import doors
 from streaming.models import ChatTurn
 from streaming.states import TurnState
 from tests.factories import (
@@ -50,7 +51,16 @@ def test_a_turn(chat, rival, path):
     assert chat.wait_ended(turn["id"]).state == TurnState.COMPLETED
 
 
-def test_its_twin_the_owner_may(chat, rival):
+def test_its_twin_a_lookup_without_the_tenant_gives_it_away(chat, rival, client, monkeypatch):
+    turn = chat.take()
+    chat.wait_ended(turn["id"])
+    path, headers = f"/api/chat/turns/{turn['id']}", {"Authorization": rival.headers["Authorization"]}
+    assert client.get(path, headers=headers).status_code == 404
+    monkeypatch.setattr(doors, "find_turn", lambda tenant, public_id: ChatTurn.objects.get(public_id=public_id))
+    assert client.get(path, headers=headers).json()["answer"] == "The gates hold."
+
+
+def test_the_owner_may(chat, rival):
     turn = chat.take()
     chat.wait_ended(turn["id"])
     with chat.http() as client:

@@ -1,9 +1,12 @@
 """The turn API: events with resume, notices and heartbeats, cancel, tokens, conversations; what each wire comes to."""
 
+import itertools
+
 import pytest
 
 from streaming import valkey
 from streaming.events import END_SEQ, log_key
+from streaming.states import TurnState
 from tests.chat_stack import in_thread, text_of
 from tests.factories import make_generation, make_repository, make_row, make_tenant, make_version
 from tests.provider_server import Gate, hang, status, vector_of
@@ -135,6 +138,21 @@ def test_every_end_has_its_name_and_keeps_its_text(chat, wire, state, kind, call
     assert len(chat.server.chat_calls) == calls
     # G10: no socket of it is left open upstream.
     eventually(lambda: not any(call.is_open for call in chat.server.chat_calls), timeout=1.0)
+
+
+def test_the_twin_of_silence_without_a_watchdog_the_socket_stays_open(chat):
+    """G10 broken: every budget disabled, the provider holds the connection for as long as it likes."""
+    chat.provider.stream_idle_timeout_ms = chat.provider.request_timeout_ms = 0
+    chat.provider.save()
+    chat.server.script(lambda call: sse(R, T("kept"), silence_forever()))
+    identifier = chat.take()["id"]
+    with chat.reading(identifier) as reader:
+        heartbeats = [event for event in itertools.islice(reader, 8) if event["event"] == "comment"]
+    assert len(heartbeats) >= 4, "it was still silent long after the other test's budget"
+    assert chat.server.chat_calls[0].is_open
+    with chat.http() as client:
+        client.post(f"/api/chat/turns/{identifier}/cancel")
+    assert chat.wait_ended(identifier).state == TurnState.CANCELLED
 
 
 def test_reasoning_for_ever_meets_the_lifetime(chat):
