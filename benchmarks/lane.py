@@ -7,16 +7,20 @@ server's log is the judge.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import openai
 
 from benchmarks import material
 from benchmarks.row import Row
 from benchmarks.stage import ScriptedServer, scripted_server, worker
 from embeddings import registry, sweep
 from embeddings.follow import follow
-from embeddings.models import RepositoryOutcome, TenantRun
+from embeddings.models import KnowledgeRow, RepositoryOutcome, TenantRun
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunTrigger
 from project.processes import within
 
@@ -34,10 +38,12 @@ def run(database: str) -> list[Row]:
         alone = [_round(server, sources, _scan_here, follow)]
         with worker():
             by_worker = [_round(server, sources, _nothing, _await) for _ in range(3)]
+        bare = [_bare_loop(server)]
     what = f"busy share of a 50 ms server, {database}"
     return [
         Row("lane", f"{what}, a Celery worker", tuple(by_worker), target=TARGET, decimals=3),
         Row("lane", f"{what}, the follower without any worker", tuple(alone), decimals=3),
+        Row("lane", "the same, the SDK alone in a loop: no database, no queue, raw replies", tuple(bare), decimals=3),
     ]
 
 
@@ -60,9 +66,28 @@ def _round(
     log = server.log()
     assert log["embedding_calls"] >= _BATCHES_LEAST, log
     assert log["peak_in_flight"] == 1, log
+    return _busy_share(log)
+
+
+def _busy_share(log: dict[str, Any]) -> float:
     share: float = log["busy_seconds"] / (log["last_ended_at"] - log["first_arrived_at"])
     print(f"lane: {log['embedding_calls']} batches, busy {share:.3f}", flush=True)
     return share
+
+
+def _bare_loop(server: ScriptedServer) -> float:
+    """What the SDK alone can do: the next request follows the last reply, which nobody decodes or stores."""
+    texts = list(KnowledgeRow.objects.order_by("pk").values_list("text", flat=True)[: 32 * _BATCHES_LEAST])
+    server.clear()
+    asyncio.run(_embed_all(server.base_url, texts))
+    return _busy_share(server.log())
+
+
+async def _embed_all(base_url: str, texts: Sequence[str]) -> None:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        for start in range(0, len(texts), 32):
+            some = list(texts[start : start + 32])
+            await client.embeddings.with_raw_response.create(model="embed", input=some, encoding_format="base64")
 
 
 def _scan_here(runs: Sequence[TenantRun]) -> None:

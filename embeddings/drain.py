@@ -8,7 +8,9 @@ The contract with its door is `Controls`: this module can notify a run's owner o
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from embeddings.errors import ProviderBusy, ProviderConfigurationError, Provider
 from embeddings.knowledge import batches, store
 from embeddings.knowledge.batches import Batch
 from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider, RepositoryOutcome
+from embeddings.prepared import Prepared, prepare
 from embeddings.providers import adapter_for
 from embeddings.providers.base import EmbeddingCall, EmbeddingProvider, RawReply
 from embeddings.states import TaskState
@@ -89,13 +92,19 @@ class _Drain:
     controls: Controls
     gate: gates.Gate = field(init=False)
     unstored: _Answered | None = None
-    likely: tuple[int, Batch] | None = None
+    prepared: Prepared | None = None
     models: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate = gates.gate_for(self.provider)
 
     def run(self) -> int:
+        try:
+            return self._run()
+        finally:
+            self._drop_prepared()
+
+    def _run(self) -> int:
         dispatched = 0
         while self._goes_on() and (task := self._admit()):
             following: Dispatched | None = task
@@ -138,6 +147,7 @@ class _Drain:
         revision = Provider.objects.values_list("revision", flat=True).filter(pk=self.provider.pk).first()
         if revision is not None and revision != self.provider.revision:
             self.provider.refresh_from_db()
+            self._drop_prepared()
 
     def _step(self, task: Dispatched) -> Dispatched | None:
         """Carries one dispatched task to its answer or its end; returns the task that was dispatched in its place."""
@@ -173,6 +183,8 @@ class _Drain:
     # --- calling ---------------------------------------------------------------------------------------------------
     def _start(self, task: Dispatched) -> _Call | None:
         """Sends the task's texts; None if there was nothing to send, or no way to: the task has ended then."""
+        if call := self._release_prepared(task):
+            return call
         batch = self._batch_of(task)
         try:
             adapter = adapter_for(self.provider)
@@ -187,28 +199,26 @@ class _Drain:
         return self._send(task, batch, adapter, is_control=False)
 
     def _send(self, task: Dispatched, batch: Batch, adapter: EmbeddingProvider, *, is_control: bool) -> _Call:
-        call = self._embedding_call(batch.texts, task, is_control)
+        call = EmbeddingCall(
+            texts=batch.texts,
+            model=self._model_of(task),
+            is_interactive=task.is_interactive,
+            deadline_s=self._deadline_s(task.is_interactive),
+            left=Event(),
+            may_test_format=is_control or task.is_interactive,
+        )
         return _Call(task, batch, adapter, event_loop.submit(adapter.embed(call)), call.left)
 
     def _batch_of(self, task: Dispatched) -> Batch:
         if task.is_interactive:
             texts = EmbeddingTask.objects.values_list("texts", flat=True).get(pk=task.id)
             return Batch(tuple(texts or ()), ())
-        if self.likely and self.likely[0] == task.id:
-            return self.likely[1]
         return batches.load(task.id)
 
-    def _embedding_call(self, texts: tuple[str, ...], task: Dispatched, is_control: bool) -> EmbeddingCall:
+    def _deadline_s(self, is_interactive: bool) -> float:
         provider = self.provider
-        deadline_ms = provider.query_timeout_ms if task.is_interactive else provider.embedding_timeout_ms
-        return EmbeddingCall(
-            texts=texts,
-            model=self._model_of(task),
-            is_interactive=task.is_interactive,
-            deadline_s=max(1.0, deadline_ms / 1000),
-            left=Event(),
-            may_test_format=is_control or task.is_interactive,
-        )
+        deadline_ms = provider.query_timeout_ms if is_interactive else provider.embedding_timeout_ms
+        return max(1.0, deadline_ms / 1000)
 
     def _model_of(self, task: Dispatched) -> str:
         """The generation's own model: the provider's present one may be another by now."""
@@ -219,11 +229,39 @@ class _Drain:
         return found
 
     def _prepare_next(self) -> None:
-        """A guess: the texts of the task that will most likely be next are read while the server is at work."""
+        """A guess: the call of the task that will most likely be next is made ready while the server is at work."""
         self._reread()
+        self._drop_prepared()
         task_id = self.gate.likely_next(self.provider)
         batch = batches.load(task_id) if task_id else None
-        self.likely = (task_id, batch) if task_id and batch and batch.texts else None
+        if not task_id or not batch or not batch.texts:
+            return
+        call = EmbeddingCall(
+            texts=batch.texts,
+            model=self.provider.embedding_model,
+            is_interactive=False,
+            deadline_s=self._deadline_s(is_interactive=False),
+            left=Event(),
+            held=asyncio.Event(),
+        )
+        with contextlib.suppress(SluicegateError):  # whoever dispatches the task hears it
+            self.prepared = prepare(task_id, batch, adapter_for(self.provider), call)
+
+    def _release_prepared(self, task: Dispatched) -> _Call | None:
+        """The prepared call, let go, if it is this task's and still what would be sent."""
+        found, self.prepared = self.prepared, None
+        if found is None:
+            return None
+        if found.task_id != task.id or found.call.model != self._model_of(task) or found.future.done():
+            found.drop()
+            return None
+        found.release()
+        return _Call(task, found.batch, found.adapter, found.future, found.call.left)
+
+    def _drop_prepared(self) -> None:
+        if self.prepared is not None:
+            self.prepared.drop()
+            self.prepared = None
 
     def _wait(self, call: _Call) -> RawReply:
         """Waits for the reply, looking now and then whether the task was cancelled or the worker is to stop."""

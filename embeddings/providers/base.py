@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class EmbeddingCall:
     """One logical embedding call: retries within it count as its HTTP requests.
 
     `left` is set once the first request's bytes are out; `deadline_s` bounds each HTTP request as a whole. A refusal of a
-    call that `may_test_format` may be answered by asking for another encoding.
+    call that `may_test_format` may be answered by asking for another encoding. Nothing of a call that is `held` goes on
+    the wire before that is set, and its deadline runs from then.
     """
 
     texts: Sequence[str]
@@ -34,6 +36,7 @@ class EmbeddingCall:
     deadline_s: float
     left: Event
     may_test_format: bool = False
+    held: asyncio.Event | None = None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class GeminiProvider:
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
         """Sends at most `TEXTS_MAX` texts a request, one after another; the reply's body is the list of their bodies."""
-        watch_departure(call.left)
+        watch_departure(call)
         bodies: list[bytes] = []
         calls = 0
         for start in range(0, len(call.texts), TEXTS_MAX):

@@ -52,7 +52,7 @@ class OllamaProvider:
         await self._client.retire()
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
-        watch_departure(call.left)
+        watch_departure(call)
         return await with_retries(call, lambda: self._request(call))
 
     def decode(self, reply: RawReply, expected: int, dimensions: int | None) -> np.ndarray:

@@ -65,7 +65,7 @@ class OpenAICompatibleProvider:
         await self._http.retire()
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
-        watch_departure(call.left)
+        watch_departure(call)
 
         def is_about_the_format(error: Exception) -> bool:
             return isinstance(error, TextRefused) and call.may_test_format and self._format.doubted()

@@ -14,12 +14,15 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from threading import Event
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx2
 
 from embeddings.errors import OwnTimeout, ProviderUnreachable, ReplyRefused
 from embeddings.timeouts import ETIMEDOUT, ProviderTimeoutError
+
+if TYPE_CHECKING:
+    from embeddings.providers.base import EmbeddingCall
 
 T = TypeVar("T")
 TimedOut = Callable[[str], ProviderTimeoutError]
@@ -30,7 +33,7 @@ CONNECT_TIMEOUT_S = 10.0
 LOOP_LAG_MAX_S = 1.0
 _RETIRE_LOOK_S = 1.0
 
-_left: ContextVar[Event | None] = ContextVar("left", default=None)
+_departing: ContextVar[_Departing | None] = ContextVar("departing", default=None)
 
 
 class HttpClient(httpx2.AsyncClient):
@@ -55,9 +58,37 @@ def _ssl_context() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-def watch_departure(left: Event) -> None:
-    """Sets `left` once the body of a request that this coroutine sends from now on is out."""
-    _left.set(left)
+def watch_departure(call: EmbeddingCall) -> None:
+    """The requests that this coroutine sends from now on are the call's: held before the wire while it is held, and
+    its `left` is set once the body of one is out.
+    """
+    _departing.set(_Departing(call.left, call.held))
+
+
+class _Departing:
+    """A call on its way to the wire."""
+
+    def __init__(self, left: Event, held: asyncio.Event | None) -> None:
+        self.left = left
+        self._held = held
+        self._deadline: tuple[asyncio.Timeout, float] | None = None
+
+    def deadline(self, deadline_s: float) -> asyncio.Timeout:
+        """The scope of one request's deadline; that of a held one starts when it is let go."""
+        if self._held is None or self._held.is_set():
+            return asyncio.timeout(deadline_s)
+        scope = asyncio.timeout(None)
+        self._deadline = (scope, deadline_s)
+        return scope
+
+    async def let_go(self) -> None:
+        """Returns when the call may leave."""
+        if self._held is not None:
+            await self._held.wait()
+        if self._deadline is not None:
+            scope, deadline_s = self._deadline
+            self._deadline = None
+            scope.reschedule(asyncio.get_running_loop().time() + deadline_s)
 
 
 def timeouts(deadline_s: float) -> httpx2.Timeout:
@@ -70,7 +101,8 @@ async def within_deadline(request: Coroutine[Any, Any, T], deadline_s: float, ti
 
     Raises `timed_out(...)`, or OwnTimeout where this process stood still past the deadline.
     """
-    scope = asyncio.timeout(deadline_s)
+    departing = _departing.get()
+    scope = departing.deadline(deadline_s) if departing else asyncio.timeout(deadline_s)
     try:
         async with scope:
             return await request
@@ -134,8 +166,9 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
     out = 0
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        if left := _left.get():
-            request.extensions["trace"] = _note_departure(left)
+        if departing := _departing.get():
+            await departing.let_go()
+            request.extensions["trace"] = _note_departure(departing.left)
         self.out += 1
         try:
             response = await super().handle_async_request(request)
