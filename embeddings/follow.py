@@ -78,7 +78,7 @@ class _StepIn:
         if time.monotonic() - self._advanced_at >= _ADVANCE_EVERY_S:
             self._advanced_at = time.monotonic()
             for run in unfinished:
-                sweep.advance(run.pk)
+                sweep.attend(run.pk)
         for run in unfinished:
             self._step_in_scanning(run)
         for provider_id in {run.provider_id for run in unfinished}:

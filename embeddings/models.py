@@ -7,8 +7,10 @@ Models hold facts and constraints. Their transitions are compare-and-set verbs e
 from __future__ import annotations
 
 import uuid
+from datetime import datetime, timedelta
 from typing import Any
 
+from django.conf import settings
 from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
 from django.db.models import Q
@@ -31,6 +33,11 @@ _slug = RegexValidator(
 )
 _milliseconds = [MinValueValidator(1_000), MaxValueValidator(2**31 - 1)]
 _budget = [MinValueValidator(-(2**31)), MaxValueValidator(2**31 - 1)]
+
+
+def a_lease_from_now() -> datetime:
+    """Until when something new counts as attended."""
+    return timezone.now() + timedelta(milliseconds=settings.LEASE_MS)
 
 
 class Provider(models.Model):
@@ -176,6 +183,7 @@ class TenantRun(models.Model):
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
     cancel_requested_at = models.DateTimeField(null=True, blank=True)
+    alive_until = models.DateTimeField(default=a_lease_from_now)
 
     class Meta:
         ordering = ["-id"]

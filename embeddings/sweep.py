@@ -17,7 +17,7 @@ from django.db import IntegrityError, transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from embeddings import circuit, codes, doorbell, leases, outcomes, scan, shutdown, task_queue
+from embeddings import abandonment, circuit, codes, doorbell, leases, outcomes, scan, shutdown, task_queue
 from embeddings.drain import Controls
 from embeddings.drain import drain as drain_until_idle
 from embeddings.errors import DispatchNotAllowed, UsageError
@@ -61,7 +61,8 @@ def start(
     provider, or its provider no embedding model.
     """
     by_provider = _by_provider(repositories)
-    for run_id in _unfinished_runs(repositories):
+    for run_id in abandonment.runs_holding(repositories):
+        abandonment.interrupt(run_id)
         advance(run_id)
     return [
         _start_run(provider, some, trigger, concurrency or settings.SWEEP_CONCURRENCY)
@@ -79,11 +80,6 @@ def _by_provider(repositories: Sequence[Repository]) -> dict[Provider, list[Repo
             raise UsageError(f"provider {provider} has no embedding model: set one with `provider set`")
         grouped[provider].append(repository)
     return grouped
-
-
-def _unfinished_runs(repositories: Sequence[Repository]) -> list[int]:
-    busy = RepositoryOutcome.objects.filter(repository__in=repositories, status__in=OUTCOME_UNFINISHED)
-    return list(busy.values_list("run", flat=True).distinct())
 
 
 def _start_run(
@@ -144,7 +140,7 @@ def scan_next(run_id: int) -> bool:
         return False
     with leases.kept(lambda: _renew(claim)):
         _carry_out(claim)
-    advance(run_id)
+    attend(run_id)
     return True
 
 
@@ -352,6 +348,12 @@ def advance(run_id: int) -> TenantRun:
     if is_claimable(run):
         doorbell.ring(doorbell.SCAN, run.pk)
     return run
+
+
+def attend(run_id: int) -> TenantRun:
+    """Advances the run on behalf of someone who stays with it."""
+    abandonment.attend(run_id)
+    return advance(run_id)
 
 
 def _reclaim_scans(run: TenantRun) -> None:

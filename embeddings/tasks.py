@@ -28,14 +28,14 @@ def scan_run(run_id: int) -> None:
 def advance_run(run_id: int) -> None:
     """Moves one run on as far as its rows allow."""
     if TenantRun.objects.filter(pk=run_id).exists():
-        sweep.advance(run_id)
+        sweep.attend(run_id)
 
 
 @shared_task(name="embeddings.tick")
 def tick() -> None:
     """Beat's round: advances every unfinished run, and rings again for work that lies beside a free slot."""
     for run_id in TenantRun.objects.filter(status__in=RUN_UNFINISHED).values_list("pk", flat=True):
-        sweep.advance(run_id)
+        sweep.attend(run_id)
     for provider_id in task_queue.providers_with_work():
         drain_provider.delay(provider_id)
 

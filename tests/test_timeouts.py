@@ -96,7 +96,7 @@ class TestThePredicate:
     def test_is_no_matter_of_type_or_text(self, error):
         assert not is_provider_timeout(error)
 
-    @pytest.mark.parametrize("error", vars(errors).values(), ids=str)
+    @pytest.mark.parametrize("error", list(vars(errors).values()), ids=list(vars(errors)))
     def test_no_error_of_ours_but_the_contracts_own_is_one(self, error):
         assert getattr(error, "code", None) not in FOUR
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from embeddings import registry, run_facts, sweep
+from embeddings import abandonment, registry, run_facts, sweep
 from embeddings.follow import follow
 from embeddings.management.base import INTERRUPTED, SluicegateCommand, add_json, positive_number
 from embeddings.management.following import following
@@ -45,6 +45,7 @@ class Command(SluicegateCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         repositories = registry.select_repositories(options["tenant"], options["repository"])
+        abandonment.wait_for_a_sign(repositories, self._say_busy)
         runs = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=options["concurrency"])
         if options["detach"]:
             self._say_started(runs, as_json=options["json"])
@@ -56,6 +57,9 @@ class Command(SluicegateCommand):
         status = run_facts.exit_status(outcome["status"] for one in reports for outcome in one["outcomes"])
         if was_interrupted or status:
             sys.exit(INTERRUPTED if was_interrupted else status)
+
+    def _say_busy(self) -> None:
+        self.note("Another run has some of these repositories: looking whether anyone is still at work on it.")
 
     def _follow(self, runs: list[TenantRun]) -> bool:
         """Follows the runs to their end; says whether that was Ctrl-C, or the terminate signal of a supervisor."""
