@@ -65,6 +65,8 @@ MIDDLEWARE = [
     "project.page_middleware.XFrameOptions",
 ]
 
+LOGIN_URL = "admin:login"
+LOGIN_REDIRECT_URL = "admin:index"
 ROOT_URLCONF = "project.urls"
 ASGI_APPLICATION = "project.asgi.application"
 TEMPLATES = [
