@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from django.utils.module_loading import import_string
+
 from embeddings.providers.base import EmbeddingProvider
-from embeddings.providers.gemini import GeminiProvider
-from embeddings.providers.ollama import OllamaProvider
-from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from embeddings.states import ProviderKind
 from project import event_loop
 
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-_KINDS: dict[ProviderKind, Callable[[Provider], EmbeddingProvider]] = {
-    ProviderKind.OPENAI_COMPATIBLE: OpenAICompatibleProvider,
-    ProviderKind.OLLAMA: OllamaProvider,
-    ProviderKind.GEMINI: GeminiProvider,
+# By name: an SDK takes longer to import than most commands take to run, and many of them call no provider.
+_KINDS = {
+    ProviderKind.OPENAI_COMPATIBLE: "embeddings.providers.openai_compatible.OpenAICompatibleProvider",
+    ProviderKind.OLLAMA: "embeddings.providers.ollama.OllamaProvider",
+    ProviderKind.GEMINI: "embeddings.providers.gemini.GeminiProvider",
 }
 
 _ADAPTERS_MAX = 64
@@ -52,7 +51,7 @@ def adapter_for(provider: Provider) -> EmbeddingProvider:
         if kept is None or kept.made_from != made_from:
             if kept is not None:
                 _retire(kept)
-            kept = _Kept(made_from, _KINDS[ProviderKind(provider.kind)](provider))
+            kept = _Kept(made_from, import_string(_KINDS[ProviderKind(provider.kind)])(provider))
         _adapters[key] = kept
         while len(_adapters) > _ADAPTERS_MAX:
             _retire(_adapters.pop(next(iter(_adapters))))
