@@ -39,10 +39,12 @@ class TurnLog:
         self.is_settled = asyncio.Event()
         self._writer = writer
 
-    def append(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
-        """Adds an event to the log; on the writer's loop."""
-        self.entries.append(events.encode(kind, attempt, data))
+    def append(self, kind: str, attempt: int, data: dict[str, Any]) -> int:
+        """Adds an event to the log, on the writer's loop. Returns its size in bytes."""
+        entry = events.encode(kind, attempt, data)
+        self.entries.append(entry)
         self._writer.has_news(self)
+        return len(entry)
 
     async def close(self, attempt: int, end: dict[str, Any], within_s: float) -> bool:
         """Appends the end event; whether all of it was written in time. Readers find a missing end in the database."""

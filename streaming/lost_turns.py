@@ -54,7 +54,7 @@ def end_lost(turn: ChatTurn) -> bool:
             client.ping()
             return _end_with_log(turn, client)
     except UNREACHABLE as error:
-        logger.warning("turn %s: its log cannot be read: %s", turn.public_id, type(error).__name__)
+        logger.warning("turn=%s: its log cannot be read: %s", turn.public_id, type(error).__name__)
         expires = turn.lease_expires_at
         if expires is None or timezone.now() - expires < LOG_PATIENCE:
             return False
@@ -93,7 +93,7 @@ def append_end(turn: ChatTurn, ending: Ending) -> None:
         with connect() as client:
             _append_end(client, turn, ending, attempt=0)
     except UNREACHABLE as error:
-        logger.warning("turn %s: its end could not be logged: %s", turn.public_id, type(error).__name__)
+        logger.warning("turn=%s: its end could not be logged: %s", turn.public_id, type(error).__name__)
 
 
 def _end_with_log(turn: ChatTurn, client: redis.Redis) -> bool:

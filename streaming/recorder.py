@@ -16,6 +16,9 @@ from streaming.chunks import ChatDelta
 from streaming.event_writer import TurnLog
 
 JOIN_S = 0.020
+# What stands around the text of an answer is bounded too: log probabilities, and whatever else a provider sends along.
+LOG_BYTES_PER_CHARACTER = 16
+LOG_BYTES_LEAST = 1_000_000
 
 Listener = Callable[[str, int, dict[str, Any]], None]
 
@@ -34,6 +37,8 @@ class Recorder:
         self.is_full = False
         self._log = log
         self._room = characters_max
+        self._log_room = max(LOG_BYTES_LEAST, characters_max * LOG_BYTES_PER_CHARACTER)
+        self._log_bytes = 0
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._attempt = 0
@@ -86,8 +91,8 @@ class Recorder:
         if pending.logprobs:
             data["logprobs"] = pending.logprobs
         self.answer.add(choice, delta, pending.logprobs)
-        self.is_full = self.answer.characters >= self._room
         self._append(events.DELTA, data)
+        self.is_full = self.answer.characters >= self._room or self._log_bytes > self._log_room
 
     def _fitting(self, delta: Delta) -> Delta:
         """The delta with its text cut to the room that is left."""
@@ -98,7 +103,7 @@ class Recorder:
         }
 
     def _append(self, kind: str, data: dict[str, Any]) -> None:
-        self._log.append(kind, self._attempt, data)
+        self._log_bytes += self._log.append(kind, self._attempt, data)
         if self._listener is not None:
             self._listener(kind, self._attempt, data)
 

@@ -14,7 +14,7 @@ from django.utils import timezone
 from embeddings import shutdown
 from project.database_threads import in_database_thread
 from streaming import claims, lost_turns, turn, turn_run
-from streaming.models import ChatTurn
+from streaming.models import ChatTurn, Conversation
 from streaming.states import TURN_ENDED, TurnState
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,13 @@ def tick() -> None:
 
 @shared_task(name="streaming.purge")
 def purge() -> None:
-    """Deletes turns that ended longer ago than RETENTION_DAYS, some at a time."""
+    """Deletes turns that ended longer ago than RETENTION_DAYS, some at a time, and conversations left without any."""
     before = timezone.now() - timedelta(days=settings.RETENTION_DAYS)
     old = ChatTurn.objects.filter(ended_at__lt=before, state__in=TURN_ENDED).values_list("pk", flat=True)
     while keys := list(old[:_PURGED_AT_ONCE]):
         with transaction.atomic():
             ChatTurn.objects.filter(pk__in=keys).delete()
+    Conversation.objects.filter(created_at__lt=before, turns=None).delete()
 
 
 @signals.worker_shutting_down.connect(dispatch_uid="chat-turns-end-as-interrupted")

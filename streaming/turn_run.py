@@ -16,14 +16,15 @@ from django.conf import settings
 from django.db import connections
 from django.utils import timezone
 
-from embeddings.errors import SluicegateError, TaskExpired
+from embeddings.errors import ProviderError, SluicegateError, TaskExpired
 from embeddings.knowledge.search import SearchHit
-from embeddings.timeouts import is_provider_timeout
+from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 from project import event_loop
 from project.database_threads import in_database_thread
 from streaming import claims, codes, events
 from streaming import turn as verbs
 from streaming.answer import Answer
+from streaming.budgets import InvalidBudgetError
 from streaming.claims import HeldClaim
 from streaming.errors import EndState
 from streaming.event_writer import TurnLog, event_writer
@@ -95,15 +96,15 @@ def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = Non
         _carry_out(turn, held, log, outcome, listener)
     except Exception as error:
         # Whatever it was, the turn must not stay behind as running; the text so far is kept.
-        logger.error("turn %s failed: %s", turn.public_id, _place_of(error))
+        logger.error("turn=%s failed: %s", turn.public_id, _place_of(error))
     if held.is_lost or not in_database_thread(
         verbs.end, held.claim, outcome.ending, outcome.result(), outcome.first_content_at
     ):
         event_loop.run(_abandon(log))
-        logger.warning("turn %s: its claim was lost, nothing more is written", turn.public_id)
+        logger.warning("turn=%s lost its claim: nothing more is written", turn.public_id)
         return None
     event_loop.run(log.close(len(outcome.attempts), verbs.end_data(outcome.ending), CLOSE_LOG_S))
-    logger.info("turn %s ended: state=%s code=%s", turn.public_id, outcome.ending.state, outcome.ending.error_code)
+    logger.info("turn=%s ended: state=%s code=%s attempts=%d", turn.public_id, *_facts(outcome))
     return outcome.ending
 
 
@@ -117,18 +118,18 @@ def _carry_out(turn: ChatTurn, held: HeldClaim, log: TurnLog, outcome: _Outcome,
 
 def _prepare(turn: ChatTurn, held: HeldClaim) -> _Work | Ending:
     """What is asked of which provider, the tenant's rows retrieved if the turn is over its knowledge."""
-    request, sources = dict(turn.request), []
     try:
         config = config_of(turn.provider)
-        if turn.uses_knowledge:
+    except (ProviderError, InvalidBudgetError) as error:
+        return Ending(TurnState.PROVIDER_ERROR, error.code, "configuration", detail=str(error))
+    request, sources = turn.request, []
+    if turn.uses_knowledge:
+        try:
             hits = _retrieve(turn, held)
-            sources = sources_of(hits)
-            request["messages"] = with_excerpts(request["messages"], hits)
-    except Exception as error:
-        # The embedding provider's errors are typed in more than one tree; one that is not ours is not contained here.
-        if not isinstance(error, SluicegateError) and not is_provider_timeout(error):
-            raise
-        return _interruption(held) if held.is_interrupted else _retrieval_failed(error)
+        except (SluicegateError, ProviderTimeoutError) as error:
+            return _interruption(held) if held.is_interrupted else _retrieval_failed(error)
+        sources = sources_of(hits)
+        request = request | {"messages": with_excerpts(request["messages"], hits)}
     return _Work(f"turn={turn.public_id}", config, request, sources)
 
 
@@ -143,11 +144,11 @@ def _retrieve(turn: ChatTurn, held: HeldClaim) -> list[SearchHit]:
     return hits
 
 
-def _retrieval_failed(error: Exception) -> Ending:
+def _retrieval_failed(error: SluicegateError | ProviderTimeoutError) -> Ending:
     timed_out = is_provider_timeout(error) or isinstance(error, TaskExpired)
     return Ending(
         TurnState.PROVIDER_ERROR,
-        str(getattr(error, "code", type(error).__name__)),
+        error.code,
         "retrieval_timeout" if timed_out else "retrieval",
         detail=f"The question could not be embedded: {error}",
     )
@@ -155,6 +156,10 @@ def _retrieval_failed(error: Exception) -> Ending:
 
 def _interruption(held: HeldClaim) -> Ending:
     return CANCELLED if held.is_cancelled else SHUT_DOWN
+
+
+def _facts(outcome: _Outcome) -> tuple[str, str, int]:
+    return outcome.ending.state.value, outcome.ending.error_code or "-", len(outcome.attempts)
 
 
 class _Streaming:

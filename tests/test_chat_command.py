@@ -122,3 +122,11 @@ def test_ctrl_c_cancels_upstream(server, tenant):
     assert process.returncode == 1
     assert json.loads(out)["state"] == "cancelled"
     assert ChatTurn.objects.get().state == TurnState.CANCELLED
+
+
+def test_a_key_that_is_not_set_is_named(server, tenant):
+    type(tenant.chat_provider).objects.update(api_key_env="SLUICEGATE_KEY_NOWHERE")
+    ended = manage("chat", "acme", "Why?", "--no-knowledge", "--json")
+    assert (ended.status, ended.json["error_code"]) == (1, "PROVIDER_CONFIGURATION")
+    assert "SLUICEGATE_KEY_NOWHERE" in ended.err
+    assert server.calls == []

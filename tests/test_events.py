@@ -242,6 +242,7 @@ class Heard:
 
     def append(self, kind, attempt, data):
         self.entries.append((kind, data))
+        return len(str(data))
 
 
 def plain(text, index=0):
@@ -321,3 +322,9 @@ def test_an_answer_stops_at_its_bound():
     said, recorder = recorded(plain("abc"), plain("defgh"), 0.03, plain("never"), room=5)
     assert [delta["content"] for _, delta in said] == ["abc", "de"]
     assert recorder.is_full
+
+
+def test_what_stands_around_the_text_is_bounded_too():
+    said, recorder = recorded(*[raw({"content": "x", "junk": "y" * 100_000})] * 20, room=1_000)
+    assert recorder.is_full
+    assert len(said) == 10

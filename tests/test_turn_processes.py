@@ -83,7 +83,7 @@ def test_a_frozen_worker_that_comes_back_changes_and_appends_nothing(patient):
             chat.server.wait_for_calls(1)
             os.kill(pid, signal.SIGCONT)
     assert events[-1]["error_code"] == "WORKER_LOST"
-    eventually(lambda: f"turn {turn['id']}: its claim was lost" in chat.stack.worker.output, message="it noticed")
+    eventually(lambda: f"turn={turn['id']} lost its claim" in chat.stack.worker.output, message="it noticed")
     row = chat.turn(turn["id"])
     assert (row.state, row.answer) == (TurnState.INTERRUPTED, "One")
     assert text_of(chat.events(turn["id"])) == "One"
