@@ -4,6 +4,7 @@
 #   make up       everything at http://127.0.0.1:8000 until Ctrl-C
 #   make test     every check
 #   make bench    the benchmarks
+#   make mutations  break each mechanism in a copy of the tree, and see that the tests notice (10 to 20 minutes)
 #   make format   rewrite the code in its one format
 #   make clean    remove what the other targets made; VAR_DIR's data and the downloaded models stay
 
@@ -26,7 +27,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 
 step = @printf '\n== %s\n' '$(1)'
 
-.PHONY: help demo up test bench format clean models browser
+.PHONY: help demo up test bench mutations format clean models browser
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +58,9 @@ test: $(DEV_STAMP) models browser
 
 bench: $(DEV_STAMP) models
 	@$(BIN)/python -m benchmarks
+
+mutations: $(DEV_STAMP) models
+	@$(BIN)/python -m tests.mutations
 
 format: $(DEV_STAMP)
 	@$(BIN)/ruff check --fix .

@@ -7,12 +7,15 @@ import pytest
 
 from embeddings import errors
 from embeddings.providers.ollama import OllamaProvider
+from embeddings.registry import set_provider
 from embeddings.timeouts import PROVIDER_TIMEOUT, ProviderTimeoutError, is_provider_timeout
 from project import event_loop
 from tests.calling import adapter, call_of, embed, only_call, provider_at
 from tests.provider_server import (
+    Gate,
     ProviderServer,
     drip,
+    gated,
     hang,
     hang_after_headers,
     json_reply,
@@ -23,6 +26,7 @@ from tests.provider_server import (
     vectors,
 )
 from tests.sweeping import KEY, OLLAMA
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -147,6 +151,34 @@ class TestInteractiveRetries:
         with pytest.raises(errors.UnexpectedStatus):
             embed(ollama, "one")
         assert len(server.calls) == 1
+
+
+class TestItsConnections:
+    def test_a_changed_configuration_breaks_no_call_off(self, server) -> None:
+        gate = Gate()
+        server.next(gated(gate))
+        made = OllamaProvider(provider_at(server.address, OLLAMA))
+        call = event_loop.submit(made.embed(call_of(["one"])))
+        gate.wait_arrived()
+        retired = event_loop.submit(made.retire())
+        assert not retired.done()
+        gate.release()
+        assert call.result(5).calls == 1
+        retired.result(5)
+        eventually(lambda: server.open_connections == 0)
+
+
+@pytest.mark.django_db
+class TestTheBaseUrl:
+    @pytest.mark.parametrize(("kind", "path"), [("ollama", "/v1"), ("gemini", "/v1beta/openai/")])
+    def test_is_the_servers_own_root(self, kind: str, path: str) -> None:
+        values = {"kind": kind, "base_url": f"http://127.0.0.1:11434{path}", "embedding_model": "embed"}
+        with pytest.raises(errors.UsageError, match="own root"):
+            set_provider("tried", values)
+
+    def test_an_openai_compatible_one_ends_as_it_likes(self) -> None:
+        made = set_provider("tried", {"base_url": "http://127.0.0.1:11434/v1", "embedding_model": "embed"})
+        assert made.provider.base_url.endswith("/v1")
 
 
 class TestHealth:

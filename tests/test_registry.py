@@ -133,7 +133,7 @@ class TestProviders:
         assert Provider.objects.get(name="local").batch_size == 32
 
     def test_a_cap_above_one_is_for_ollama(self):
-        set_local(kind="ollama", max_in_flight=3)
+        set_local(kind="ollama", base_url="http://127.0.0.1:11434", max_in_flight=3)
         assert Provider.objects.get(name="local").max_in_flight == 3
         with pytest.raises(UsageError, match="max_in_flight must be 1"):
             set_local(kind="openai-compatible")

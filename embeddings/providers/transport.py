@@ -31,7 +31,6 @@ REPLY_BYTES_MAX = 256 * 1024 * 1024
 CONNECT_TIMEOUT_S = 10.0
 # A deadline that fires this late was not reached by the server's silence but by a loop of ours that stood still.
 LOOP_LAG_MAX_S = 1.0
-_RETIRE_LOOK_S = 1.0
 
 _departing: ContextVar[_Departing | None] = ContextVar("departing", default=None)
 
@@ -47,8 +46,7 @@ class HttpClient(httpx2.AsyncClient):
 
     async def retire(self) -> None:
         """Closes the connections once no call is out on them: a changed configuration breaks nothing off."""
-        while self._bounded.out:
-            await asyncio.sleep(_RETIRE_LOOK_S)
+        await self._bounded.nobody_out.wait()
         await self.aclose()
 
 
@@ -160,17 +158,22 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
     """Refuses a body over `REPLY_BYTES_MAX`, on errors too: a server's reply never fills our memory.
 
-    `out` counts requests whose response is not closed yet.
+    `nobody_out` is set while no request is held, or waits for its response to be closed.
     """
 
-    out = 0
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.nobody_out = asyncio.Event()
+        self.nobody_out.set()
+        self._out = 0
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        if departing := _departing.get():
-            await departing.let_go()
-            request.extensions["trace"] = _note_departure(departing.left)
-        self.out += 1
+        self._out += 1
+        self.nobody_out.clear()
         try:
+            if departing := _departing.get():
+                await departing.let_go()
+                request.extensions["trace"] = _note_departure(departing.left)
             response = await super().handle_async_request(request)
         except BaseException:
             self._one_is_back()
@@ -179,7 +182,9 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         return response
 
     def _one_is_back(self) -> None:
-        self.out -= 1
+        self._out -= 1
+        if self._out == 0:
+            self.nobody_out.set()
 
 
 class _BoundedStream(httpx2.AsyncByteStream):

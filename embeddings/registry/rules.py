@@ -18,6 +18,8 @@ from embeddings.models import Provider, Repository, Tenant
 from embeddings.registry.base_url import normalise_base_url, same_server
 from embeddings.states import ProviderKind
 
+# Where these kinds speak OpenAI's protocol: it is no place for their own.
+_SPEAKS_OPENAI_AT = {ProviderKind.OLLAMA: "/v1", ProviderKind.GEMINI: "/openai"}
 _PATTERNS_MAX, _PATTERN_CHARACTERS_MAX, _REF_CHARACTERS_MAX = 200, 500, 250
 
 
@@ -26,6 +28,7 @@ def clean_provider(provider: Provider) -> None:
     _check(
         lambda: _take_base_url(provider),
         lambda: provider.full_clean(exclude={"base_url"}, validate_constraints=False),
+        lambda: _base_url_is_the_root(provider),
         lambda: _lane_is_single(provider),
         lambda: _keeps_its_models(provider),
     )
@@ -84,6 +87,14 @@ def _take_base_url(provider: Provider) -> None:
                     "base_url": f"Provider {name} already uses {base_url}: two providers on one server would void its "
                     f"single lane. Change {name} instead."
                 }
+            )
+
+
+def _base_url_is_the_root(provider: Provider) -> None:
+    for kind, suffix in _SPEAKS_OPENAI_AT.items():
+        if provider.kind == kind and provider.base_url.endswith(suffix):
+            raise ValidationError(
+                {"base_url": f"The base URL of {kind} is its own root, without {suffix}: chat adds that by itself."}
             )
 
 
