@@ -19,7 +19,7 @@ from threading import Event
 
 import numpy as np
 from django.conf import settings
-from django.db import InterfaceError, OperationalError, transaction
+from django.db import InterfaceError, OperationalError, connection, transaction
 from django.db.models import F
 
 from embeddings import codes, delivery, doorbell, gates, leases, shutdown, task_queue
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TEXT = "A plain sentence that every embedding model takes."
 BUSY_DEFAULT_MS = 1_000
-_LOOK_EVERY_S = 0.25
+_LOOK_FIRST_S, _LOOK_EVERY_S = 0.25, 1.0
 _DEPARTURE_S = 0.05
 
 
@@ -265,8 +265,11 @@ class _Drain:
 
     def _wait(self, call: _Call) -> RawReply:
         """Waits for the reply, looking now and then whether the task was cancelled or the worker is to stop."""
+        look_s = _LOOK_FIRST_S
+        if call.task.is_interactive:
+            _let_connection_go()
         while not call.future.done():
-            concurrent.futures.wait([call.future], timeout=_LOOK_EVERY_S)
+            concurrent.futures.wait([call.future], timeout=look_s)
             if call.future.done():
                 break
             if self.controls.should_stop():
@@ -279,6 +282,8 @@ class _Drain:
                 call.future.cancel()
                 task_queue.release_slot(call.task)
                 raise _GivenUp
+            _let_connection_go()
+            look_s = min(2 * look_s, _LOOK_EVERY_S)
         return _result_of(call)
 
     # --- a reply -----------------------------------------------------------------------------------------------------
@@ -447,6 +452,12 @@ def _result_of(call: _Call) -> RawReply:
         # Whatever else the client raises for these texts ends their task: left alone, it would be tried for ever.
         logger.exception("embedding task %s: the call could not be made", call.task.id)
         raise ProviderError(f"the call could not be made: {type(error).__name__}") from error
+
+
+def _let_connection_go() -> None:
+    """A call may last for minutes, callers are many, and PostgreSQL's connections few."""
+    if not connection.in_atomic_block:
+        connection.close()
 
 
 def _was_removed(task: Dispatched) -> bool:

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from django.db import connection
 
 from embeddings import shutdown, sweep, task_queue
 from embeddings.drain import Controls
+from embeddings.durably import durably
 from embeddings.models import TenantRun
 from embeddings.states import RUN_UNFINISHED
 
@@ -78,7 +80,7 @@ class _StepIn:
         if time.monotonic() - self._advanced_at >= _ADVANCE_EVERY_S:
             self._advanced_at = time.monotonic()
             for run in unfinished:
-                sweep.attend(run.pk)
+                durably(partial(sweep.attend, run.pk))
         for run in unfinished:
             self._step_in_scanning(run)
         for provider_id in {run.provider_id for run in unfinished}:

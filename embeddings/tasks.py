@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from celery import shared_task
 
 from embeddings import purge as purging
 from embeddings import schedule, sweep, task_queue
 from embeddings.models import TenantRun
 from embeddings.states import RUN_UNFINISHED
+
+logger = logging.getLogger(__name__)
 
 
 @shared_task(name="embeddings.drain_provider")
@@ -35,7 +39,11 @@ def advance_run(run_id: int) -> None:
 def tick() -> None:
     """Beat's round: advances every unfinished run, and rings again for work that lies beside a free slot."""
     for run_id in TenantRun.objects.filter(status__in=RUN_UNFINISHED).values_list("pk", flat=True):
-        sweep.attend(run_id)
+        try:
+            sweep.attend(run_id)
+        except Exception:
+            # Whatever is wrong with one run, the others are not to stand still for it; the next round tries again.
+            logger.exception("run %s could not be advanced", run_id)
     for provider_id in task_queue.providers_with_work():
         drain_provider.delay(provider_id)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connection
 
 from embeddings import codes, drain, sweep, task_queue
 from embeddings.knowledge import batches
@@ -211,6 +211,29 @@ class TestWhatAStepLeavesBehind:
             stopped.append(True)
         task = EmbeddingTask.objects.get()
         assert (task.state, task.attempts, task.losses, task.slot) == (TaskState.QUEUED, 0, 0, None)
+
+    @pytest.mark.parametrize("is_interactive", [False, True])
+    def test_while_a_call_is_out_no_connection_is_held(self, stage, is_interactive):
+        gate = Gate()
+        stage.server.script(lambda call: gated(gate))
+        Provider.objects.update(query_timeout_ms=10_000, embedding_timeout_ms=10_000)
+        if is_interactive:
+            task_queue.put_interactive(stage.provider, make_generation(stage.provider, dimensions=8), ["a"], 5_000)
+        else:
+            stage.scan(stage.start(stage.repository("a", "alpha")))
+        held = []
+
+        def look():
+            """Asked at the start of the step, and then between waits."""
+            if gate.arrived:
+                held.append(connection.connection is not None)
+                if len(held) == 2:
+                    gate.release()
+            return False
+
+        sweep.drain(stage.provider.pk, replace(sweep.CONTROLS, should_stop=look))
+        assert held[1] is False
+        assert held[0] is not is_interactive
 
     def test_a_busy_batch_frees_the_lane_for_an_interactive_text(self, stage):
         stage.server.when(containing("alpha"), status(429, headers={"Retry-After": "1"}), times=1)

@@ -124,6 +124,8 @@ class TestG2AfterALateBusyReply:
         circuit.open_for(of_a, TimedOut())
         task_queue.fail(of_a, TimedOut.code, "")
         gate.release()
+        # G7: the circuit did not break B's call off.
+        assert stage.server.wait_until_ended(1).ended_by == "replied"
         of_b = EmbeddingTask.objects.filter(outcome=outcome_of(run, b))
         eventually(lambda: of_b.get().state == ends, timeout=15)
         if ends == TaskState.REMOVED:
