@@ -8,7 +8,6 @@ server's log is the judge.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ TARGET = 0.93
 _BYTES_EACH = 2_750_000
 _BATCHES_LEAST = 200
 _LONGEST_S = 60.0
-_rounds = itertools.count(1)
 
 
 def run(database: str) -> list[Row]:
@@ -54,8 +52,7 @@ def _round(
     work: Callable[[Sequence[TenantRun]], object],
 ) -> float:
     """One sweep of fresh tenants over a fresh provider; its share of the span in which the server was busy."""
-    number = next(_rounds)
-    provider = material.provider(f"lane-{number}", f"{server.address}/{number}/v1", is_paused=True)
+    provider = material.provider(server, is_paused=True)
     repositories = [material.repository(material.tenant(provider), source) for source in sources]
     runs = sweep.start(repositories, trigger=RunTrigger.COMMAND)
     scan(runs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import django
 
-from benchmarks.stage import var_dir
+from benchmarks.stage import ScriptedServer, var_dir
 from embeddings import registry
 from embeddings.models import Provider, Repository, Tenant
 from tests.git_repositories import GitRepository
@@ -41,12 +41,15 @@ def parts(count: int, bytes_each: int) -> list[dict[str, bytes]]:
     return shares
 
 
-def provider(name: str, base_url: str, **values: object) -> Provider:
-    values = {"kind": "openai-compatible", "base_url": base_url, "embedding_model": "embed", **values}
-    return registry.set_provider(name, values).provider
-
-
 _numbers = itertools.count(1)
+
+
+def provider(server: ScriptedServer, **values: object) -> Provider:
+    """One more provider at the scripted server, which answers under any path: its own lane, its own generation."""
+    number = next(_numbers)
+    base_url = f"{server.address}/{number}/v1"
+    values = {"kind": "openai-compatible", "base_url": base_url, "embedding_model": "embed", **values}
+    return registry.set_provider(f"provider-{number}", values).provider
 
 
 def tenant(of: Provider) -> Tenant:

@@ -5,8 +5,9 @@ Resume needs no cursor. A scan that is broken off leaves whole versions behind; 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,8 @@ PATH_BYTES_MAX = 2_000
 PATH_TOO_LONG = "path_too_long"
 _BATCH_FILES = 100
 _BATCH_CHUNKS = 1_000
+_FILES_AHEAD = 32
+_READERS = 2
 
 
 @dataclass(frozen=True)
@@ -167,17 +170,28 @@ class _Scan:
     def _read_changed(self, entries: Sequence[TreeEntry]) -> None:
         batch: list[ReadFile] = []
         chunks = 0
-        paths: dict[str, list[str]] = {}
-        for entry in entries:
-            paths.setdefault(entry.oid, []).append(entry.path)
-        for oid, content in self.mirror.read(list(paths)) if paths else ():
-            for path in paths[oid]:
-                batch.append(self._read(path, oid, content))
-                chunks += len(batch[-1].chunks)
+        for read in self._files(entries):
+            batch.append(read)
+            chunks += len(read.chunks)
             if len(batch) >= _BATCH_FILES or chunks >= _BATCH_CHUNKS:
                 self._write(batch)
                 batch, chunks = [], 0
         self._write(batch)
+
+    def _files(self, entries: Sequence[TreeEntry]) -> Iterator[ReadFile]:
+        """The files, cut, in order. Some are cut while those before them are written: the parsers are other processes."""
+        paths: dict[str, list[str]] = {}
+        for entry in entries:
+            paths.setdefault(entry.oid, []).append(entry.path)
+        ahead: deque[Future[ReadFile]] = deque()
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="sluicegate-scan") as readers:
+            for oid, content in self.mirror.read(list(paths)) if paths else ():
+                for path in paths[oid]:
+                    ahead.append(readers.submit(self._read, path, oid, content))
+                while len(ahead) > _FILES_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
 
     def _read(self, path: str, oid: str, content: bytes) -> ReadFile:
         text = decode(content, settings.FILE_BYTES_MAX)

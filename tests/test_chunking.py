@@ -249,7 +249,7 @@ class TestBounds:
         with ThreadPoolExecutor(6) as pool:
             results = list(pool.map(lambda _: chunk("a.py", text, DEFAULT), range(24)))
         assert all(result == results[0] for result in results)
-        assert len(syntax._idle) <= syntax._MAX_IDLE
+        assert len(syntax._idle) <= syntax._MAX_PROCESSES
 
     def test_no_process_outlives_its_starter(self):
         script = (

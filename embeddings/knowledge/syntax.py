@@ -2,15 +2,18 @@
 
 import atexit
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import IO, cast
 
 from embeddings.knowledge import grammars
 
 _MAX_CHARACTERS = 4_000_000
-_MAX_IDLE = 2
+# More parsers than cores would only wait for each other, and those beyond the idle ones would be made anew each time.
+_MAX_PROCESSES = max(2, os.cpu_count() or 2)
 
 
 def cuts(path: str, text: str, capacity: int) -> list[int]:
@@ -21,15 +24,16 @@ def cuts(path: str, text: str, capacity: int) -> list[int]:
     """
     if len(text) > _MAX_CHARACTERS or text.count("\n") * capacity < len(text):
         return []
-    try:
-        process = _idle.pop() if _idle else _Process()
-    except (IndexError, OSError):
-        return []
-    offsets = process.ask(grammars.grammar_of(path), text, capacity)
-    if offsets is None or len(_idle) >= _MAX_IDLE:
-        process.close()
-    else:
-        _idle.append(process)
+    with _turns:
+        try:
+            process = _idle.pop() if _idle else _Process()
+        except (IndexError, OSError):
+            return []
+        offsets = process.ask(grammars.grammar_of(path), text, capacity)
+        if offsets is None:
+            process.close()
+        else:
+            _idle.append(process)
     return offsets or []
 
 
@@ -64,6 +68,7 @@ class _Process:
         self._process.communicate()
 
 
+_turns = threading.BoundedSemaphore(_MAX_PROCESSES)
 _idle: list[_Process] = []
 
 
