@@ -32,7 +32,8 @@ def embed_texts(
     """
     if generation is None:
         generation, _ = EmbeddingGeneration.objects.get_or_create(provider=provider, model=provider.embedding_model)
-    task = task_queue.put_interactive(provider, generation, texts, patience_ms or provider.query_timeout_ms)
+    sendable = [_sendable(text) for text in texts]
+    task = task_queue.put_interactive(provider, generation, sendable, patience_ms or provider.query_timeout_ms)
     drainer: threading.Thread | None = None
     while True:
         row = _look(task)
@@ -46,6 +47,11 @@ def embed_texts(
         # The bell is the common way; the row is the truth.
         connection.close() if not connection.in_atomic_block else None
         delivery.wait(task.pk, _LOOK_EVERY_S)
+
+
+def _sendable(text: str) -> str:
+    """Without what neither a database nor a request can carry: NUL, and halves of surrogate pairs."""
+    return text.replace("\0", " ").encode("utf-8", "replace").decode()
 
 
 def _look(task: EmbeddingTask) -> EmbeddingTask:

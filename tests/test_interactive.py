@@ -54,6 +54,12 @@ def test_vectors_in_the_order_of_the_texts(stage):
     assert (task.state, task.slot) == (TaskState.STORED, None)
 
 
+@pytest.mark.parametrize(("given", "sent"), [("a\0b", "a b"), ("a\ud800b", "a?b"), ("\U0001f600", "\U0001f600")])
+def test_what_no_request_can_carry_is_replaced(stage, given, sent):
+    embed(stage, given)
+    assert list(stage.server.texts_seen) == [sent]
+
+
 def test_it_overtakes_a_backlog_and_leaves_it_to_others(stage):
     a = stage.repository("a", *texts("alpha", 20))
     run = stage.start(a)
