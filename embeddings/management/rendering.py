@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO, cast
 
 from django.core.management.base import OutputWrapper
@@ -18,16 +18,34 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under named columns; `numbers` are the columns set flush right, `empty` is said of no rows."""
+    """Rows of text under named columns; `numbers` are the columns set flush right, `empty` is said of no rows.
+
+    `if_any` names the columns that are left out where no row has anything but nought in them.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: frozenset[str] = frozenset()
     empty: str = ""
+    if_any: frozenset[str] = frozenset()
+
+    def narrowed(self) -> Table:
+        """Without the columns of `if_any` that say nothing: a terminal is eighty characters wide."""
+        kept = [
+            index
+            for index, column in enumerate(self.columns)
+            if column not in self.if_any or any(row[index] not in ("", "0") for row in self.rows)
+        ]
+        return replace(
+            self,
+            columns=[self.columns[index] for index in kept],
+            rows=[[row[index] for index in kept] for row in self.rows],
+        )
 
 
 def render(table: Table, stream: OutputWrapper) -> None:
     """The table on a terminal with rules and colour, elsewhere as aligned plain lines with the columns' names first."""
+    table = table.narrowed()
     rows = [[printable(cell) for cell in row] for row in table.rows]
     if not rows:
         stream.write(table.empty)

@@ -31,6 +31,7 @@ def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
         ],
         numbers=frozenset({*_COUNTS, "skipped", "calls", "seconds"}),
         empty="This run has no outcome.",
+        if_any=frozenset({"reused", "pending", "deleted", "undeliverable", "skipped", "reason"}),
     )
 
 

@@ -45,7 +45,8 @@ class Command(SluicegateCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         repositories = registry.select_repositories(options["tenant"], options["repository"])
-        abandonment.wait_for_a_sign(repositories, self._say_busy)
+        if not options["detach"]:
+            abandonment.wait_for_a_sign(repositories, self._say_busy)
         runs = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=options["concurrency"])
         if options["detach"]:
             self._say_started(runs, as_json=options["json"])
