@@ -77,12 +77,12 @@ class TestASweepKilledInTheMiddle:
         environ = process_environment | {"LEASE_MS": "1500", "LEASE_RENEW_MS": "300"}
         first = sweep_command(environ)
         try:
-            gate.wait_arrived()
+            gate.wait_arrived(timeout=60)
         finally:
             os.kill(first.pid, signal.SIGKILL)
             first.communicate()
         second = sweep_command(environ)
-        output, errors = second.communicate(timeout=60)
+        output, errors = second.communicate(timeout=90)
         gate.release()
         (run,) = json.loads(output)["runs"]
         assert [one["status"] for one in run["outcomes"]] == ["succeeded"], errors
