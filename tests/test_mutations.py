@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.mutations.__main__ import ROOT, Result, mutated, table
-from tests.mutations.catalogue import MUTATIONS, Mutation
+from tests.mutations.__main__ import MUTATIONS, ROOT, Result, mutated, table
+from tests.mutations.catalogue import Mutation
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
