@@ -18,7 +18,7 @@ from tests.chat_stack import Process
 from tests.waiting import eventually
 
 # Leases short enough to be lost within a test; LEASE_RENEW_MS leaves room for busy cores.
-LEASES = {"LEASE_MS": "2000", "LEASE_RENEW_MS": "300"}
+LEASES = {"LEASE_MS": "3000", "LEASE_RENEW_MS": "300"}
 QUEUES = ("sweeps", "embeddings")
 _numbers = itertools.count(1)
 
