@@ -35,8 +35,7 @@ class TestARefusedText:
         Provider.objects.update(batch_size=32)
         return stage.repository("a", *(f"alpha {number:02d}" for number in range(32)))
 
-    @pytest.mark.parametrize("guilty", [0, 13, 31])
-    @pytest.mark.parametrize("code", [400, 413, 422, 500])
+    @pytest.mark.parametrize(("code", "guilty"), [(400, 0), (400, 31), (413, 13), (422, 14), (500, 15)])
     def test_costs_at_most_twelve_calls_and_is_condemned_alone(self, stage, batch_of_32, code, guilty):
         stage.server.when(containing(f"alpha {guilty:02d}"), status(code))
         run = stage.swept(batch_of_32)

@@ -5,8 +5,7 @@ on (docs/architecture.md, Guarantees).
 import pytest
 
 from embeddings import circuit, codes, doorbell, sweep, task_queue
-from embeddings.follow import follow
-from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, RunCircuit, TenantRun
+from embeddings.models import EmbeddingTask, KnowledgeRow, RunCircuit, TenantRun
 from embeddings.states import RUN_UNFINISHED, CircuitState, OutcomeStatus, RunStatus, TaskState
 from embeddings.task_queue import Dispatched
 from embeddings.timeouts import OPENAI_COMPATIBLE_REQUEST_TIMEOUT
@@ -171,78 +170,3 @@ class TestG8AFreshRun:
 
 def stored_of(repository):
     return set(KnowledgeRow.objects.filter(repository=repository).exclude(vector=None).values_list("pk", flat=True))
-
-
-def assert_whole(stage, repository, count, batches=1):
-    """Every row once, live, with its own vector; so many batches were bought twice, at most."""
-    assert live_texts(repository) == texts("alpha", count)
-    assert KnowledgeRow.objects.filter(repository=repository).count() == count
-    bought = [stage.server.texts_seen[text] for text in texts("alpha", count)]
-    assert max(bought) <= 2
-    assert bought.count(2) <= batches * stage.provider.batch_size
-
-
-class TestG9KillNine:
-    @pytest.mark.parametrize("step", ["before_storing", "in_store", "while_scanning"])
-    def test_of_a_worker_at_a_step_of_its_own(self, stage, fleet, step):
-        alpha = stage.repository("a", *texts("alpha", 10))
-        (dying,) = fleet.start(1, f"tests.broken_workers.dies_{step}")
-        run = stage.start(alpha)
-        dying.wait_dead()
-        fleet.start(1)
-        follow([run])
-        assert TenantRun.objects.get(pk=run.pk).status == RunStatus.COMPLETED
-        (again,) = follow([stage.start(alpha)])
-        assert outcome_of(again, alpha).status == OutcomeStatus.UNCHANGED
-        # A batch is stored while the next one is at the provider: a death there costs both.
-        assert_whole(stage, alpha, 10, batches=2)
-
-    def test_of_every_worker_while_one_is_at_the_provider(self, stage, fleet):
-        alpha = stage.repository("a", *texts("alpha", 10))
-        gate = Gate()
-        stage.server.when(containing("alpha 4"), gated(gate), times=1)
-        fleet.start(2)
-        run = stage.start(alpha)
-        gate.wait_arrived(timeout=15)
-        eventually(lambda: stored_of(alpha), message="the batch before it is stored")
-        for worker in fleet.workers:
-            worker.kill()
-        follow([run])
-        assert TenantRun.objects.get(pk=run.pk).status == RunStatus.COMPLETED
-        assert_whole(stage, alpha, 10)
-
-    def test_a_worker_that_was_suspended_past_its_lease_stores_nothing(self, stage, fleet):
-        alpha = stage.repository("a", *texts("alpha", 6))
-        gate = Gate()
-        stage.server.when(containing("alpha 0"), gated(gate), times=1)
-        (suspended,) = fleet.start(1)
-        run = stage.start(alpha)
-        gate.wait_arrived(timeout=15)
-        suspended.pause()
-        gate.release()
-        follow([run])
-        outcome = outcome_of(run, alpha)
-        assert (outcome.status, outcome.embedded) == (OutcomeStatus.SUCCEEDED, 6)
-        before = list(EmbeddingTask.objects.order_by("pk").values())
-        suspended.resume()
-        # It has dealt with its late reply once it carries out another run.
-        wait_finished(stage.start(stage.repository("other", *texts("gamma", 2))))
-        assert list(EmbeddingTask.objects.filter(outcome=outcome).order_by("pk").values()) == before
-        outcome.refresh_from_db()
-        assert outcome.embedded == 6
-        assert live_texts(alpha) == texts("alpha", 6)
-
-
-class TestShutdown:
-    def test_a_stopping_worker_gives_its_task_back_uncounted_within_seconds(self, stage, fleet):
-        alpha = stage.repository("a", *texts("alpha", 3))
-        stage.server.when(containing("alpha"), hang(), times=1)
-        Provider.objects.update(embedding_timeout_ms=60_000)
-        (worker,) = fleet.start(1)
-        run = stage.start(alpha)
-        stage.server.wait_for_calls(1, 15)
-        worker.terminate(timeout=8)
-        task = EmbeddingTask.objects.get()
-        assert (task.state, task.attempts, task.losses, task.slot) == (TaskState.QUEUED, 0, 0, None)
-        follow([run])
-        assert outcome_of(run, alpha).status == OutcomeStatus.SUCCEEDED
