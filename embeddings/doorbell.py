@@ -27,6 +27,15 @@ def ring(task_name: str, *arguments: Any) -> None:
     transaction.on_commit(lambda: _send(task_name, arguments))
 
 
+def nobody_listens() -> bool:
+    """Whether there is no worker for certain: each subscribes to the workers' common channel, by a pattern."""
+    try:
+        return bool(valkey.client().pubsub_numpat() == 0)
+    except valkey.UNREACHABLE:
+        # Without a broker no bell is heard.
+        return True
+
+
 def _send(task_name: str, arguments: tuple[Any, ...]) -> None:
     try:
         valkey.ensure_server()

@@ -11,13 +11,13 @@ from functools import partial
 
 from django.db import connection
 
-from embeddings import shutdown, sweep, task_queue
+from embeddings import doorbell, shutdown, sweep, task_queue
 from embeddings.drain import Controls
 from embeddings.durably import durably
 from embeddings.models import TenantRun
 from embeddings.states import RUN_UNFINISHED
 
-# How long work may lie undone beside a free slot before the follower steps in.
+# How long work may lie undone beside a free slot before the follower steps in, where a worker may be on its way to it.
 STEP_IN_AFTER_S = 1.0
 _ADVANCE_EVERY_S = 1.0
 # A drain carries one call at a time: so many of them a provider with several slots gets from one follower.
@@ -40,20 +40,21 @@ def follow(
             if not any(run.status in RUN_UNFINISHED for run in current):
                 return current
             step_in.look(current)
-            step_in.pause.wait(poll_s)
+            step_in.pause(poll_s)
 
 
 @dataclass
 class _Idle:
     """How long something has been seen undone, without a break."""
 
+    patience_s: float
     since: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def long_enough(self, key: tuple[str, int], is_idle: bool) -> bool:
         if not is_idle:
             self.since.pop(key, None)
             return False
-        return time.monotonic() - self.since.setdefault(key, time.monotonic()) >= STEP_IN_AFTER_S
+        return time.monotonic() - self.since.setdefault(key, time.monotonic()) >= self.patience_s
 
 
 class _StepIn:
@@ -61,9 +62,10 @@ class _StepIn:
 
     def __init__(self, run_ids: list[int]) -> None:
         self.run_ids = run_ids
-        self.pause = threading.Event()
         self._leave = threading.Event()
-        self._idle = _Idle()
+        self._has_ended_work = threading.Event()
+        # Nobody can come first where nobody listens; a worker that comes later shares what is left.
+        self._idle = _Idle(0.0 if doorbell.nobody_listens() else STEP_IN_AFTER_S)
         self._at_work: dict[tuple[str, int], list[Future[None]]] = {}
         self._advanced_at = 0.0
         self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="sluicegate-follow")
@@ -74,6 +76,11 @@ class _StepIn:
     def __exit__(self, *_: object) -> None:
         self._leave.set()
         self._pool.shutdown(wait=True)
+
+    def pause(self, seconds: float) -> None:
+        """Until the next look: shorter where something that was started here has ended."""
+        self._has_ended_work.wait(seconds)
+        self._has_ended_work.clear()
 
     def look(self, runs: Sequence[TenantRun]) -> None:
         unfinished = [run for run in runs if run.status in RUN_UNFINISHED]
@@ -102,7 +109,9 @@ class _StepIn:
             # What it raised is the follower's own to hear.
             ended.result()
         if len(at_work) < at_most:
-            at_work.append(self._pool.submit(_with_own_connection, work))
+            started = self._pool.submit(_with_own_connection, work)
+            started.add_done_callback(lambda _: self._has_ended_work.set())
+            at_work.append(started)
 
     def _scan(self, run_id: int) -> None:
         while not self._leave.is_set() and sweep.scan_next(run_id):

@@ -1,11 +1,14 @@
 """Following: a sweep needs no worker, and survives one that dies."""
 
+import contextlib
 import threading
+import time
 
 import pytest
+from celery import current_app
 
+from embeddings import doorbell, sweep, valkey
 from embeddings import follow as following
-from embeddings import sweep
 from embeddings.follow import follow
 from embeddings.models import EmbeddingTask, Provider, TenantRun
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunStatus, TaskState
@@ -13,6 +16,7 @@ from tests.factories import make_provider, make_tenant
 from tests.provider_server import containing, hang
 from tests.stage import live_texts, outcome_of, texts
 from tests.test_circuit_matrix import draining
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.both_databases
 
@@ -35,6 +39,28 @@ def test_it_does_everything_itself_where_no_worker_does(stage):
     assert seen[-1] == RunStatus.COMPLETED
     assert (live_texts(a), live_texts(b)) == (texts("alpha", 9), texts("beta", 5))
     assert (stage.server.peak_in_flight, hands()) == (1, [])
+
+
+def test_where_nobody_listens_it_steps_in_at_once(stage, monkeypatch):
+    monkeypatch.setattr(following, "STEP_IN_AFTER_S", 60.0)
+    assert doorbell.nobody_listens()
+    (run,) = follow([stage.start(stage.repository("a", "alpha"))])
+    assert run.status == RunStatus.COMPLETED
+
+
+def test_where_a_worker_may_listen_it_waits_first(stage, monkeypatch):
+    monkeypatch.setattr(following, "STEP_IN_AFTER_S", 0.3)
+    valkey.ensure_server()
+    with current_app.connection_for_read() as connection:
+        mailbox = current_app.control.mailbox.Node("w", channel=connection.channel()).listen(callback=print)
+        with contextlib.suppress(TimeoutError):
+            connection.drain_events(timeout=0.05)
+        assert not doorbell.nobody_listens()
+        began = time.monotonic()
+        follow([stage.start(stage.repository("a", "alpha"))])
+        assert time.monotonic() - began >= 0.3
+        mailbox.cancel()
+    assert eventually(doorbell.nobody_listens)
 
 
 def test_it_follows_runs_of_several_providers(stage):
