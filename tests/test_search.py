@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from embeddings import registry
+from embeddings import registry, valkey
 from embeddings.errors import EmbeddingFailed, UsageError
 from embeddings.knowledge import vector_cache
 from embeddings.knowledge.search import search
 from embeddings.models import KnowledgeRow, Provider, Repository
 from tests.factories import make_provider, make_tenant
-from tests.provider_server import containing, hang, status, vector_of
+from tests.provider_server import containing, hang, status, unused_port, vector_of
 from tests.stage import DIMENSIONS, texts
 
 pytestmark = pytest.mark.both_databases
@@ -66,6 +66,12 @@ class TestAnswers:
         with pytest.raises(EmbeddingFailed) as raised:
             search(stage.tenant, "words")
         assert raised.value.code == "PROVIDER_UNAUTHORIZED"
+
+
+def test_without_valkey_the_row_alone_tells(stage, answered, settings, monkeypatch):
+    settings.REDIS_URL = f"redis://127.0.0.1:{unused_port()}/0"
+    monkeypatch.setattr(valkey, "_clients", {})
+    assert search(stage.tenant, "alpha 3", 1)[0].text == "alpha 3"
 
 
 class TestTenants:
