@@ -75,6 +75,8 @@ def fleet(transactional_db: None) -> Iterator[Fleet]:
     made = Fleet()
     yield made
     made.end()
+    for worker in made.workers:
+        assert "Traceback" not in worker.output
 
 
 def slots_taken() -> int:
