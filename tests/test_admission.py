@@ -64,7 +64,7 @@ def server():
 
 @pytest.fixture
 def ollama(server, tmp_path) -> Site:
-    return make_site(OLLAMA, server, tmp_path, embedding_timeout_ms=1_000, query_timeout_ms=1_000, batch_size=4)
+    return make_site(OLLAMA, server, tmp_path, batch_size=4, **LONG)
 
 
 # --- the cap ----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class TestSeveralAtOnce:
         assert max(ollama.server.texts_seen.values()) == 1
 
     def test_a_follower_alone_fills_every_slot(self, ollama: Site) -> None:
-        ollama.configure(max_in_flight=3, **LONG)
+        ollama.configure(max_in_flight=3)
         gate = Gate()
         ollama.server.script(lambda call: gated(gate))
         run = start(ollama.repository("a", texts("alpha", 16)))
@@ -217,7 +217,7 @@ class TestSeveralAtOnce:
 
     def test_workers_ring_one_another_until_every_slot_is_taken(self, ollama: Site, fleet) -> None:
         """One bell is enough: each drain that leaves a slot idle beside a task rings for one more."""
-        ollama.configure(max_in_flight=2, **LONG)
+        ollama.configure(max_in_flight=2)
         fleet.start(2)
         gate = Gate()
         ollama.server.script(lambda call: gated(gate))
@@ -233,7 +233,6 @@ class TestTheSlotBelongsToTheCall:
     @pytest.fixture
     def at(self, ollama: Site):
         """A batch at the provider, held at a gate, and a second repository queued behind it."""
-        ollama.configure(**LONG)
         gate = Gate()
         ollama.server.when(containing("alpha"), gated(gate))
         first, other = ollama.repository("a", texts("alpha", 3)), ollama.repository("b", texts("beta", 3))
@@ -281,7 +280,6 @@ class TestTheSlotBelongsToTheCall:
         assert at.site.server.peak_in_flight == 2
 
     def test_a_cancelled_search_hears_at_once_and_its_slot_stays(self, ollama: Site) -> None:
-        ollama.configure(**LONG)
         gate = Gate()
         ollama.server.when(containing("query"), gated(gate))
         is_cancelled = []
@@ -316,7 +314,6 @@ class TestTheSlotBelongsToTheCall:
         ids=repr,
     )
     def test_no_failure_after_a_cancel_leaks_the_slot(self, reply, ollama: Site) -> None:
-        ollama.configure(**LONG)
         gate = Gate()
         ollama.server.next(gated(gate, reply))
         first, other = ollama.repository("a", texts("alpha", 3)), ollama.repository("b", texts("beta", 3))
@@ -340,7 +337,6 @@ class TestTheSlotBelongsToTheCall:
             shutdown.requested.clear()
 
     def test_a_killed_workers_slot_comes_back_when_its_lease_ends_and_not_before(self, ollama: Site, fleet) -> None:
-        ollama.configure(**LONG)
         ollama.server.next(hang())
         repository = ollama.repository("a", texts("alpha", 3))
         (worker,) = fleet.start(1)

@@ -178,6 +178,7 @@ class TestNoGate:
         assert (run.circuit.state, run.status) == ("closed", "degraded")
 
     def test_any_number_at_once_whatever_the_row_says(self, site) -> None:
+        site.configure(embedding_timeout_ms=60_000)
         gate = Gate()
         site.server.script(lambda call: gated(gate))
         chosen = [site.repository(name, texts(name, 3)) for name in ("alpha", "beta", "gamma")]

@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.both_database
 GATES = {OPENAI: lane, OLLAMA: admission}
 CODE = {OPENAI: OPENAI_COMPATIBLE_REQUEST_TIMEOUT, OLLAMA: PROVIDER_TIMEOUT}
 SPARED = ("deferred", codes.CIRCUIT_OPEN, "")
-LONG = {"embedding_timeout_ms": 60_000, "query_timeout_ms": 60_000}
+HASTY = {"embedding_timeout_ms": 1_000, "query_timeout_ms": 1_000}
 
 
 @pytest.fixture
@@ -56,14 +56,21 @@ def server():
 
 
 @pytest.fixture
-def ollama(server, tmp_path) -> Site:
-    return make_site(OLLAMA, server, tmp_path, embedding_timeout_ms=1_000, query_timeout_ms=1_000, batch_size=4)
+def hasty_ollama(server, tmp_path) -> Site:
+    """It is given one second: the least."""
+    return make_site(OLLAMA, server, tmp_path, batch_size=4, **HASTY)
+
+
+@pytest.fixture(params=LOCAL_KINDS)
+def hasty(request, server, tmp_path) -> Site:
+    """A site of each local kind, one call at a time, one second each."""
+    return make_site(request.param, server, tmp_path, batch_size=4, **HASTY)
 
 
 @pytest.fixture(params=LOCAL_KINDS)
 def local(request, server, tmp_path) -> Site:
-    """A site of each local kind, one call at a time."""
-    return make_site(request.param, server, tmp_path, embedding_timeout_ms=1_000, query_timeout_ms=1_000, batch_size=4)
+    """A site of each local kind, one call at a time, with patience."""
+    return make_site(request.param, server, tmp_path, batch_size=4)
 
 
 def timed_out(site: Site) -> tuple[str, str, str]:
@@ -71,13 +78,13 @@ def timed_out(site: Site) -> tuple[str, str, str]:
 
 
 @pytest.fixture
-def queued_pair(local: Site):
+def queued_pair(hasty: Site):
     """A and B of one run, both queued at one slot, A first; the server is silent for A."""
-    first, other = local.repository("a", texts("alpha", 3)), local.repository("b", texts("beta", 3))
-    local.server.when(containing("alpha"), hang())
+    first, other = hasty.repository("a", texts("alpha", 3)), hasty.repository("b", texts("beta", 3))
+    hasty.server.when(containing("alpha"), hang())
     run = start(first, other)
     assert tasks_in(TaskState.QUEUED, run) == 2
-    return local, run, first, other
+    return hasty, run, first, other
 
 
 class TestOneContractServesBothLocalKinds:
@@ -151,17 +158,17 @@ class TestG4OnlyTheFinalFailureCounts:
         run = sweep_all(repository)
         assert (run.status, run.circuit.state, outcome_of(run, repository).provider_calls) == ("completed", "closed", 3)
 
-    def test_a_timeout_after_loading_is_final_and_counts_every_call(self, local: Site) -> None:
-        local.server.next(status(404), hang())
-        repository = local.repository("a", texts("alpha", 3))
+    def test_a_timeout_after_loading_is_final_and_counts_every_call(self, hasty: Site) -> None:
+        hasty.server.next(status(404), hang())
+        repository = hasty.repository("a", texts("alpha", 3))
         run = sweep_all(repository)
-        assert codes_of(run, [repository]) == [timed_out(local)]
+        assert codes_of(run, [repository]) == [timed_out(hasty)]
         assert (run.circuit.state, outcome_of(run, repository).provider_calls) == ("open", 2)
 
-    def test_an_interactive_text_that_timed_out_once_is_tried_again(self, ollama: Site) -> None:
-        ollama.server.next(hang(), default())
-        run = start(ollama.repository("a", texts("alpha", 3)))
-        found = interactive.embed_texts(ollama.provider, ["query"], patience_ms=20_000)
+    def test_an_interactive_text_that_timed_out_once_is_tried_again(self, hasty_ollama: Site) -> None:
+        hasty_ollama.server.next(hang(), default())
+        run = start(hasty_ollama.repository("a", texts("alpha", 3)))
+        found = interactive.embed_texts(hasty_ollama.provider, ["query"], patience_ms=20_000)
         assert found.shape == (1, DIMENSIONS)
         assert drive(run).circuit.state == "closed"
 
@@ -188,33 +195,33 @@ class TestG5WhatOpensNothing:
         ]
         assert run.circuit.state == "closed"
 
-    def test_a_cancelled_caller_whose_call_then_times_out(self, local: Site) -> None:
-        local.server.when(containing("alpha"), hang())
-        first, other = local.repository("a", texts("alpha", 3)), local.repository("b", texts("beta", 3))
+    def test_a_cancelled_caller_whose_call_then_times_out(self, hasty: Site) -> None:
+        hasty.server.when(containing("alpha"), hang())
+        first, other = hasty.repository("a", texts("alpha", 3)), hasty.repository("b", texts("beta", 3))
         run = start(first, other)
         with in_threads() as submit:
-            submit(lambda: drain(local))
-            local.server.wait_for_calls(1)
+            submit(lambda: drain(hasty))
+            hasty.server.wait_for_calls(1)
             sweep.cancel_outcome(outcome_of(run, first))
         run = drive(run)
         assert run.circuit.state == "closed"
         assert (outcome_of(run, first).status, outcome_of(run, other).status) == ("cancelled", "succeeded")
 
-    def test_a_search_that_times_out_opens_no_runs_circuit(self, ollama: Site) -> None:
-        ollama.server.when(containing("query"), hang())
-        run = start(ollama.repository("a", texts("alpha", 3)))
-        assert raised_by(lambda: interactive.embed_texts(ollama.provider, ["query"])) is not None
+    def test_a_search_that_times_out_opens_no_runs_circuit(self, hasty_ollama: Site) -> None:
+        hasty_ollama.server.when(containing("query"), hang())
+        run = start(hasty_ollama.repository("a", texts("alpha", 3)))
+        assert raised_by(lambda: interactive.embed_texts(hasty_ollama.provider, ["query"])) is not None
         run = drive(run)
         assert (run.status, run.circuit.state) == ("completed", "closed")
 
-    def test_our_own_loop_that_stood_still(self, ollama: Site) -> None:
+    def test_our_own_loop_that_stood_still(self, hasty_ollama: Site) -> None:
 
-        ollama.server.when(containing("alpha"), hang())
-        first, other = ollama.repository("a", texts("alpha", 3)), ollama.repository("b", texts("beta", 3))
+        hasty_ollama.server.when(containing("alpha"), hang())
+        first, other = hasty_ollama.repository("a", texts("alpha", 3)), hasty_ollama.repository("b", texts("beta", 3))
         run = start(first, other)
         with in_threads() as submit:
-            submit(lambda: drain(ollama))
-            ollama.server.wait_for_calls(1)
+            submit(lambda: drain(hasty_ollama))
+            hasty_ollama.server.wait_for_calls(1)
             # A loop that stands still, as under a debugger or on a machine that swaps.
             event_loop.loop().call_soon_threadsafe(threading.Event().wait, 2.4)
         run = drive(run)
@@ -249,27 +256,27 @@ class TestCapTwo:
     """One repository already in flight when the other times out, a third queued behind them."""
 
     @pytest.fixture
-    def two(self, ollama: Site):
-        ollama.configure(max_in_flight=2)
+    def two(self, hasty_ollama: Site):
+        hasty_ollama.configure(max_in_flight=2)
         gate = Gate()
-        ollama.server.when(containing("alpha"), hang())
-        first = ollama.repository("a", texts("alpha", 3))
-        other = ollama.repository("b", texts("beta", 6))
-        third = ollama.repository("c", texts("gamma", 3))
+        hasty_ollama.server.when(containing("alpha"), hang())
+        first = hasty_ollama.repository("a", texts("alpha", 3))
+        other = hasty_ollama.repository("b", texts("beta", 6))
+        third = hasty_ollama.repository("c", texts("gamma", 3))
         run = start(first, other, third, concurrency=3)
         with in_threads() as submit:
-            submit(lambda: drain(ollama))
-            ollama.server.wait_for_calls(1)
+            submit(lambda: drain(hasty_ollama))
+            hasty_ollama.server.wait_for_calls(1)
             # The second call has the patience that the first one lacks.
-            ollama.configure(embedding_timeout_ms=60_000)
+            hasty_ollama.configure(embedding_timeout_ms=60_000)
             yield SimpleNamespace(
-                site=ollama,
+                site=hasty_ollama,
                 run=run,
                 first=first,
                 other=other,
                 third=third,
                 gate=gate,
-                drain_too=lambda: submit(lambda: drain(ollama)),
+                drain_too=lambda: submit(lambda: drain(hasty_ollama)),
             )
             gate.release()
 

@@ -218,8 +218,8 @@ MUTATIONS = (
         "a lease is lost at once",
         "G9",
         "embeddings/task_queue.py",
-        "WHERE provider_id = %(provider)s AND state IN (1, 2) AND lease_expires_at < {{now}} ORDER BY id",
-        "WHERE provider_id = %(provider)s AND state IN (1, 2) ORDER BY id",
+        "    waits = (ahead_ms, settings.LEASE_MS, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
+        "    waits = (ahead_ms, -1, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
         (f"{QUEUE}::TestLosing", f"{ADMISSION}::TestTheCapIsReadAnew"),
     ),
     Mutation(
