@@ -490,10 +490,14 @@ def _store_batch(answered: _Answered, vectors: np.ndarray) -> None:
     repository_id = RepositoryOutcome.objects.values_list("repository", flat=True).get(pk=task.of_outcome)
     rows = answered.batch.bind(vectors)
     with transaction.atomic():
-        RepositoryOutcome.objects.filter(pk=task.of_outcome).update(
+        outcome = RepositoryOutcome.objects.filter(pk=task.of_outcome)
+        # The outcome first: that is the order of locks.
+        outcome.update(
             embedded=F("embedded") + len(rows), provider_calls=F("provider_calls") + answered.reply.calls - 1
         )
         if not task_queue.mark_stored(task):
             transaction.set_rollback(True)
             return
-        store.write_vectors(repository_id, rows)
+        if untaken := len(rows) - store.write_vectors(repository_id, rows):
+            # Rows that have gone, or had a vector by then.
+            outcome.update(embedded=F("embedded") - untaken)

@@ -118,6 +118,18 @@ class TestOneTextOnce:
         stage.swept(a)
         assert sorted(len(call.texts) for call in stage.server.embedding_calls) == [2, 4]
 
+    def test_rows_that_are_gone_when_the_reply_comes_are_not_counted(self, stage):
+        gate = Gate()
+        stage.server.script(lambda call: gated(gate))
+        a = stage.repository("a", *texts("alpha", 3))
+        run = stage.start(a)
+        stage.scan(run)
+        with draining(stage):
+            gate.wait_arrived()
+            KnowledgeRow.objects.filter(text="alpha 1").delete()
+            gate.release()
+        assert (outcome_of(run, a).embedded, live_texts(a)) == (2, ["alpha 0", "alpha 2"])
+
 
 class TestAChangedConfiguration:
     def test_the_model_is_the_generations_whatever_the_drain_read_at_its_start(self, stage):
