@@ -31,8 +31,6 @@ from tests.provider_server import (
 from tests.stage import codes_of, outcome_of, texts
 from tests.test_guarantees import TimedOut, two_dispatched
 
-pytestmark = pytest.mark.both_databases
-
 REFUSALS = {
     "unauthorized": (status(401), OutcomeStatus.FAILED, "PROVIDER_UNAUTHORIZED"),
     "forbidden": (status(403), OutcomeStatus.FAILED, "PROVIDER_UNAUTHORIZED"),
@@ -57,7 +55,7 @@ def circuit_of(run):
     return RunCircuit.objects.get(run=run).state
 
 
-class TestG5WhatOpensNothing:
+class TestG5RefusalsOpenNothing:
     @pytest.mark.parametrize("row", REFUSALS)
     def test_a_refusal(self, stage, settings, row):
         settings.BUSY_REQUEUES_MAX = 1
@@ -77,6 +75,9 @@ class TestG5WhatOpensNothing:
         run = stage.swept(stage.repository("a", *texts("alpha", 2)))
         assert circuit_of(run) == CircuitState.OPEN
 
+
+@pytest.mark.both_databases
+class TestG5WhatOpensNothing:
     def test_a_cancel_by_the_caller(self, stage):
         stage.server.script(lambda call: hang())
         Provider.objects.update(embedding_timeout_ms=60_000)
@@ -169,6 +170,7 @@ class draining:
         assert not self.thread.is_alive()
 
 
+@pytest.mark.both_databases
 class TestG4OnlyTheFinalFailure:
     @pytest.fixture
     def heard(self, stage):

@@ -16,8 +16,6 @@ from tests.stage import calls_with, codes_of, live_texts, outcome_of, texts
 from tests.test_circuit_matrix import draining
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.both_databases
-
 
 def not_finite_for(server, word):
     """A reply whose vector for the text that holds the word is NaN."""
@@ -105,6 +103,7 @@ class TestARefusedText:
         assert len(stage.server.embedding_calls) == 1
 
 
+@pytest.mark.both_databases
 class TestOneTextOnce:
     def test_duplicates_are_sent_once_and_bound_to_every_row(self, stage):
         a = stage.repository("a", *["alpha"] * 6, "beta")
@@ -131,6 +130,7 @@ class TestOneTextOnce:
         assert (outcome_of(run, a).embedded, live_texts(a)) == (2, ["alpha 0", "alpha 2"])
 
 
+@pytest.mark.both_databases
 class TestAChangedConfiguration:
     def test_the_model_is_the_generations_whatever_the_drain_read_at_its_start(self, stage):
         """Mid-drain the model changes and a task of the new generation is next: it is never asked of the old model."""
@@ -152,6 +152,7 @@ class TestAChangedConfiguration:
         assert set(KnowledgeRow.objects.filter(repository=b).values_list("generation", flat=True)) == {newest.pk}
 
 
+@pytest.mark.both_databases
 class TestWhatAStepLeavesBehind:
     def test_a_call_that_cannot_be_made_ends_its_own_task(self, stage, monkeypatch):
         async def broken(self, call):
@@ -262,6 +263,7 @@ class TestWhatAStepLeavesBehind:
         assert outcome_of(run, a).provider_calls == 2
 
 
+@pytest.mark.both_databases
 def test_two_drains_share_one_lane(stage):
     """Whoever drains, however many: one call at a time, each text once."""
     a = stage.repository("a", *texts("alpha", 20))
