@@ -31,7 +31,10 @@ _TESTS_FAILED = 1
 
 @dataclass(frozen=True)
 class Result:
-    """`status` is "seen", "NOT SEEN" or "broken" (nothing could be said); `witness` the first test that failed."""
+    """`status` is "seen", "NOT SEEN" or "broken" (nothing could be said); `witness` the first test that failed.
+
+    A witness has passed in the same copy without the mutation.
+    """
 
     mutation: Mutation
     status: str
@@ -97,10 +100,20 @@ def _try(mutation: Mutation, copy: pathlib.Path) -> Result:
     began = time.monotonic()
     with _broken(mutation, copy):
         status, output = _run_tests(mutation.tests, copy)
-    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+?)(?:\[.*)?(?: - .*)?$", output, re.MULTILINE)
-    witness = failed.group(1) if failed else output.strip().splitlines()[-1][:120] if output.strip() else "-"
-    named = {0: "NOT SEEN", _TESTS_FAILED: "seen"}.get(status, "broken")
+    named, witness = _judged(status, output, copy)
     return Result(mutation, named, witness, time.monotonic() - began)
+
+
+def _judged(status: int, output: str, copy: pathlib.Path) -> tuple[str, str]:
+    """What the run says, and its witness, which must pass where nothing is broken."""
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
+    if status == 0:
+        return "NOT SEEN", "-"
+    if status != _TESTS_FAILED or failed is None:
+        return "broken", " ".join(output.split())[-120:] or "no output"
+    witness = failed.group(1)
+    control, _ = _run_tests((witness,), copy)
+    return "broken" if control else "seen", witness.removeprefix("tests/").partition("[")[0]
 
 
 @contextmanager
