@@ -481,7 +481,9 @@ def _store_late(answered: _Answered, vectors: np.ndarray) -> None:
     rows = answered.batch.bind(vectors)
     with transaction.atomic():
         outcomes.update(embedded=F("embedded") + len(rows))
-        store.write_vectors(outcomes.values_list("repository", flat=True).get(), rows)
+        # Past its retention an outcome may have gone.
+        for repository_id in outcomes.values_list("repository", flat=True):
+            store.write_vectors(repository_id, rows)
 
 
 def _store_batch(answered: _Answered, vectors: np.ndarray) -> None:
