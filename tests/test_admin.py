@@ -218,7 +218,7 @@ class TestTheNightPage:
     def test_the_run_s_page_tells_the_story(self, admin_client, stalled_night):
         text = admin_client.get(page(stalled_night)).content.decode()
         assert "did not answer for acme/docs (OPENAI_COMPATIBLE_REQUEST_TIMEOUT)" in text
-        assert "Spared: 1 repositories" in text
+        assert "Spared: 1 repository" in text
         assert "globex/app" in text
 
     def test_a_quiet_run_says_that_it_is_quiet(self, admin_client):

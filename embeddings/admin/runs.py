@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import Case, QuerySet, When
 from django.http import HttpRequest, HttpResponseBase
 from unfold.contrib.filters.admin import ChoicesDropdownFilter, RelatedDropdownFilter
 from unfold.forms import BaseDialogForm
 
-from embeddings import run_facts, sweep
+from embeddings import codes, run_facts, sweep
 from embeddings.admin.filters import CodeFilter, OutcomeTenantFilter, RunTenantFilter
 from embeddings.admin.parts import LABELS, FactsInline, FactsPage, bulk, column, confirmed, link, moment_column
 from embeddings.facts import moment
@@ -30,7 +30,9 @@ class OutcomeInline(FactsInline):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[RepositoryOutcome]:
         found: QuerySet[RepositoryOutcome] = super().get_queryset(request).select_related("repository")
-        return found.order_by("tenant_slug", "repository_slug")
+        # What an operator looks for stands first: the one that stalled, then those that were spared.
+        trouble = Case(When(error_code=codes.PROVIDER_TIMED_OUT, then=0), When(error_code="", then=2), default=1)
+        return found.order_by(trouble, "tenant_slug", "repository_slug")
 
     @column("repository")
     def page(self, outcome: RepositoryOutcome) -> str:
@@ -87,10 +89,12 @@ class TenantRunAdmin(FactsPage):
     actions_detail = ("cancel_one",)
     change_form_before_template = "embeddings/admin/run_story.html"
     fields = (
-        ("public_id", "provider", "generation"),
-        ("state", "circuit_state", "trigger"),
-        ("created", "started", "finished"),
-        ("cancelled", "concurrency"),
+        ("public_id", "provider"),
+        ("state", "circuit_state"),
+        ("generation", "trigger"),
+        ("created", "started"),
+        ("finished", "cancelled"),
+        "concurrency",
     )
     readonly_fields = (
         "state",
@@ -189,7 +193,8 @@ class RepositoryOutcomeAdmin(FactsPage):
         ("revision", "skipped"),
         _COUNTS[:4],
         _COUNTS[4:],
-        ("started", "finished", "scan_losses"),
+        ("started", "finished"),
+        "scan_losses",
     )
     readonly_fields = ("name", "run_page", "state", "skipped", "started", "finished")
     started = moment_column("started_at", "started")
