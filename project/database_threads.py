@@ -7,6 +7,7 @@ connection: their short calls take turns in these threads.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -35,6 +36,24 @@ def in_database_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 async def in_waiting_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The same for a call that waits for a provider. Its thread keeps no connection when it is done."""
     return await asyncio.get_running_loop().run_in_executor(_waiting_pool, lambda: _and_close(call, *args, **kwargs))
+
+
+def are_in_use() -> bool:
+    """Whether any of the threads was ever started."""
+    return bool(_pool._threads)
+
+
+def close_connections() -> None:
+    """Closes the connections of the threads, which open new ones when they are asked again."""
+    met = threading.Barrier(THREADS)
+
+    def close() -> None:
+        connections.close_all()
+        # No thread takes a second of these calls before each has had one.
+        met.wait()
+
+    for closing in [_pool.submit(close) for _ in range(THREADS)]:
+        closing.result()
 
 
 def _with_connection(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

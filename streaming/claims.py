@@ -80,6 +80,7 @@ class HeldClaim:
 _lock = threading.Lock()
 _held: dict[str, HeldClaim] = {}
 _keeper_of: dict[str, int] = {}
+_emptied = threading.Event()
 
 
 @contextlib.contextmanager
@@ -96,6 +97,8 @@ def held(claim: Claim) -> Iterator[HeldClaim]:
     finally:
         with _lock:
             _held.pop(claim.token, None)
+            if not _held:
+                _emptied.set()
 
 
 def shut_down() -> None:
@@ -132,9 +135,13 @@ def _ensure_keeper() -> None:
 
 
 def _keep() -> None:
-    pause = threading.Event()
     renewed_at = time.monotonic()
-    while not pause.wait(LOOK_S):
+    while True:
+        if _emptied.wait(LOOK_S):
+            _emptied.clear()
+            # Between turns the keeper holds no connection.
+            connections.close_all()
+            continue
         now = time.monotonic()
         renewing = now - renewed_at >= settings.LEASE_RENEW_MS / 1000
         try:
@@ -143,6 +150,4 @@ def _keep() -> None:
         except (DatabaseError, InterfaceError) as error:
             # The next round tries again; if the database stays away, the leases are rightly lost.
             logger.warning("the claims could not be looked at: %s", type(error).__name__)
-            connections.close_all()
-        if not _held:
             connections.close_all()

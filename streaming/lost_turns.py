@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 import redis
 from celery import current_app
 from django.conf import settings
+from django.db.models.functions import Now
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 from redis.exceptions import ResponseError
@@ -24,7 +25,7 @@ from streaming import turn as verbs
 from streaming.answer import Answer
 from streaming.events import Event
 from streaming.models import ChatAttempt, ChatTurn
-from streaming.states import TurnState
+from streaming.states import TurnOrigin, TurnState
 from streaming.turn import Ending, Result, end_data
 from streaming.valkey import UNREACHABLE, connect
 
@@ -41,7 +42,8 @@ NO_WORKER = Ending(
 LOG_PATIENCE = timedelta(seconds=60)
 # Whether workers are there is unknown while the broker is away; a turn is not left to wait for ever.
 BROKER_PATIENCE = timedelta(seconds=30)
-_ASK_S = 1.0
+# Asked twice before the answer is no: a busy machine may be late once.
+_ASK_S = (1.0, 3.0)
 _ANSWER_HOLDS_S = 3.0
 
 
@@ -161,14 +163,25 @@ def worker_is_there() -> bool | None:
     with _asking:
         if _answers and time.monotonic() - _answers[0][0] < _ANSWER_HOLDS_S:
             return _answers[0][1]
-        _answers[:] = [(time.monotonic(), _ask())]
-        return _answers[0][1]
+        found = True if _works_now() else _ask()
+        _answers[:] = [(time.monotonic(), found)]
+        return found
+
+
+def _works_now() -> bool:
+    """Whether a worker keeps a lease: one that is busy may be slow to answer."""
+    held = ChatTurn.objects.filter(state=TurnState.RUNNING, lease_expires_at__gt=Now())
+    return held.exclude(origin=TurnOrigin.COMMAND).exists()
 
 
 def _ask() -> bool | None:
     try:
-        queues = current_app.control.inspect(timeout=_ASK_S).active_queues() or {}
+        return any(_consumed_within(seconds) for seconds in _ASK_S)
     except (*UNREACHABLE, OperationalError) as error:
         logger.warning("the broker cannot be asked for workers: %s", type(error).__name__)
         return None
+
+
+def _consumed_within(seconds: float) -> bool:
+    queues = current_app.control.inspect(timeout=seconds).active_queues() or {}
     return any(queue.get("name") == "chat" for consumed in queues.values() for queue in consumed)

@@ -8,6 +8,7 @@ import pytest
 from django.conf import settings
 from django.db import connection
 
+from project import database_threads
 from tests.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
 from tests.stage import stage  # noqa: F401
 from tests.workers import fleet  # noqa: F401
@@ -45,6 +46,14 @@ def _loopback_only(monkeypatch):
         return real(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_keeps_a_connection():
+    """A database can be dropped only when nobody is connected to it."""
+    yield
+    if database_threads.are_in_use():
+        database_threads.close_connections()
 
 
 REPOSITORY_ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -9,6 +9,7 @@ import pytest
 from django.db.models import F
 from django.utils import timezone
 
+from project.database_threads import in_database
 from streaming import event_reader, events, follow, lost_turns, turn
 from streaming.event_writer import EventWriter
 from streaming.models import ChatTurn
@@ -81,7 +82,7 @@ def test_a_log_server_that_is_away_until_after_the_end(tenant, settings):
 
     async def scenario():
         reading = asyncio.create_task(followed(row))
-        await asyncio.to_thread(end, claim)
+        await in_database(end, claim)
         return await reading
 
     assert said(asyncio.run(scenario())) == REST
@@ -94,7 +95,7 @@ def test_a_log_whose_end_never_came(tenant):
         log = EventWriter().open(row.tenant_id, row.public_id)
         log.append(events.DELTA, 1, {"choice": 0, "offset": 0, "delta": {"content": "one "}})
         reading = asyncio.create_task(followed(row))
-        await asyncio.to_thread(end, claim)
+        await in_database(end, claim)
         return await reading
 
     came = asyncio.run(scenario())
@@ -135,7 +136,7 @@ def test_any_reader_ends_a_turn_whose_worker_is_gone_with_the_text_of_its_log(te
         log.append(events.DELTA, 1, {"choice": 0, "offset": 0, "delta": {"content": "one "}})
         reading = [asyncio.create_task(followed(row)) for _ in range(2)]
         await asyncio.to_thread(eventually, lambda: log.written == 2)
-        await asyncio.to_thread(ChatTurn.objects.update, lease_expires_at=F("lease_expires_at") - timedelta(minutes=1))
+        await in_database(ChatTurn.objects.update, lease_expires_at=F("lease_expires_at") - timedelta(minutes=1))
         return await asyncio.gather(*reading)
 
     first, second = ([event for event in came if event.seq] for came in asyncio.run(scenario()))
