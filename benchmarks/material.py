@@ -46,10 +46,12 @@ _numbers = itertools.count(1)
 
 def provider(server: ScriptedServer, **values: object) -> Provider:
     """One more provider at the scripted server, which answers under any path: its own lane, its own generation."""
-    number = next(_numbers)
-    base_url = f"{server.address}/{number}/v1"
+    return provider_at(f"{server.address}/{next(_numbers)}/v1", **values)
+
+
+def provider_at(base_url: str, **values: object) -> Provider:
     values = {"kind": "openai-compatible", "base_url": base_url, "embedding_model": "embed", **values}
-    return registry.set_provider(f"provider-{number}", values).provider
+    return registry.set_provider(f"provider-{next(_numbers)}", values).provider
 
 
 def tenant(of: Provider) -> Tenant:

@@ -35,6 +35,7 @@ def open_stage(database: str, settings: Mapping[str, str]) -> Iterator[dict[str,
         var_dir = Path(tempfile.mkdtemp(prefix="stage-", dir=root))
         open_.callback(shutil.rmtree, var_dir, ignore_errors=True)
         environ = local_environment(var_dir) | {"DJANGO_SETTINGS_MODULE": "project.settings"} | dict(settings)
+        environ["BENCH_ENVIRONMENTS"] = str(root.parent / "bench-envs")
         if database == POSTGRESQL:
             environ["DATABASE_URL"] = open_.enter_context(_postgresql())
         open_.enter_context(ensure_valkey(var_dir))

@@ -1,0 +1,106 @@
+"""A model server that has gone silent: how many calls it still gets after the first final timeout.
+
+Sluicegate with 50 repositories queued, beside the sequential indexing loops that LangChain's and LlamaIndex's own
+embedding classes make, over 4 repositories with their default retries. Each server's own log counts. The loops get a
+short client timeout and are stopped after a while, so that the benchmark ends: left alone, they would go on.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks import material
+from benchmarks.row import Row
+from benchmarks.stage import scripted_server, worker
+from embeddings import codes, registry, sweep
+from embeddings.models import RepositoryOutcome, TenantRun
+from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunTrigger
+from project.processes import CHECKOUT, background, within
+
+REPOSITORIES = 50
+_LOOP_REPOSITORIES = 4
+_LOOP_TIMEOUT_S = 0.25
+_LOOP_LONGEST_S = 40.0
+_LOOPS = {
+    "langchain": ("LangChain", ("langchain-openai==1.7.4", "langchain-core==1.8.3", "openai==3.57.0")),
+    "llamaindex": (
+        "LlamaIndex",
+        ("llama-index-embeddings-openai==0.7.0", "llama-index-core==0.14.25", "openai==3.57.0"),
+    ),
+}
+
+
+def run(database: str) -> list[Row]:
+    calls = _sweep_of_a_silent_server()
+    rows = [
+        Row(
+            "circuit",
+            f"provider calls after the first final timeout, {REPOSITORIES} repositories queued",
+            (calls - 1,),
+            target=0,
+            better="exactly",
+            decimals=0,
+        )
+    ]
+    pythons = {library: _environment(library, pins) for library, (_, pins) in _LOOPS.items()}
+    with ThreadPoolExecutor() as pool:
+        loops = {library: pool.submit(_loop, python, library) for library, python in pythons.items()}
+    for library, (name, pins) in _LOOPS.items():
+        calls, story = loops[library].result()
+        what = f"calls of {name}'s loop over {_LOOP_REPOSITORIES} repositories ({pins[0]}), {story}"
+        rows.append(Row("circuit", what, (calls,), decimals=0))
+    return rows
+
+
+def _sweep_of_a_silent_server() -> int:
+    """How many calls the server got in a run of a worker over repositories that were all queued when it began."""
+    source = material.git_repository("small", {f"part{n}.txt": f"words of part {n}\n".encode() for n in range(64)})
+    with scripted_server("--hang") as server, worker():
+        provider = material.provider(server, is_paused=True, embedding_timeout_ms=1_000)
+        tenants = [material.tenant(provider) for _ in range(REPOSITORIES)]
+        repositories = [material.repository(tenant, source) for tenant in tenants]
+        (started,) = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=REPOSITORIES)
+        outcomes = RepositoryOutcome.objects.filter(run=started)
+        queued = outcomes.filter(status=OutcomeStatus.EMBEDDING)
+        assert within(lambda: queued.count() == REPOSITORIES, 60.0), "not all repositories came to be queued"
+        registry.resume_provider(provider)
+        _await_end(started)
+        spared = outcomes.filter(error_code=codes.CIRCUIT_OPEN).count()
+        assert spared == REPOSITORIES - 1, f"{spared} repositories were spared"
+        return int(server.log()["embedding_calls"])
+
+
+def _await_end(run_: TenantRun) -> None:
+    unfinished = TenantRun.objects.filter(pk=run_.pk, status__in=RUN_UNFINISHED)
+    assert within(lambda: not unfinished.exists(), 60.0), "the run did not end"
+
+
+def _environment(library: str, pins: Sequence[str]) -> Path:
+    """The Python of an environment that has the library; made at the first run, kept for the next."""
+    root = Path(os.environ["BENCH_ENVIRONMENTS"]) / library
+    stamp = root / "installed"
+    if not stamp.exists() or stamp.read_text() != "\n".join(pins):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(root)], check=True)
+        pip = [str(root / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *pins], check=True)
+        stamp.write_text("\n".join(pins))
+    return root / "bin" / "python"
+
+
+def _loop(python: Path, library: str) -> tuple[int, str]:
+    """The calls that the server got from the loop, and how far that had come when it ended or was stopped."""
+    with scripted_server("--hang") as server:
+        words = [library, server.base_url, str(_LOOP_REPOSITORIES), str(_LOOP_TIMEOUT_S)]
+        script = CHECKOUT / "benchmarks" / "naive_loop.py"
+        log = Path(os.environ["VAR_DIR"]) / f"{library}.log"
+        with background([str(python), str(script), *words], os.environ, log) as loop:
+            assert within(lambda: b"started" in log.read_bytes(), 60.0), log.read_text()
+            ended = within(lambda: loop.poll() is not None, _LOOP_LONGEST_S)
+        given_up = log.read_text().count("repository ")
+        story = "to its end" if ended else f"{given_up} of them given up when stopped after {_LOOP_LONGEST_S:.0f} s"
+        return int(server.log()["embedding_calls"]), story
