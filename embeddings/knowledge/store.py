@@ -269,8 +269,11 @@ def retry_undeliverable(repository: Repository) -> int:
 
 def learn_dimensions(generation_id: int, found: int) -> None:
     """The first reply decides a generation's dimensions; raises DimensionMismatch where a later one differs."""
-    EmbeddingGeneration.objects.filter(pk=generation_id, dimensions=None).update(dimensions=found)
-    settled = EmbeddingGeneration.objects.values_list("dimensions", flat=True).get(pk=generation_id)
+    known = EmbeddingGeneration.objects.values_list("dimensions", flat=True)
+    settled = known.get(pk=generation_id)
+    if settled is None:
+        EmbeddingGeneration.objects.filter(pk=generation_id, dimensions=None).update(dimensions=found)
+        settled = known.get(pk=generation_id)
     if settled != found:
         raise DimensionMismatch(f"the reply has {found} dimensions, this generation has {settled}")
 
