@@ -266,7 +266,8 @@ def test_silence_ends_as_a_gateway_timeout_after_three_attempts(chat, reply):
     assert refused.value.status_code == 504
     assert refused.value.response.headers["x-should-retry"] == "false"
     assert len(chat.server.chat_calls) == 3
-    assert all(call.ended_by == "client_closed" for call in chat.server.chat_calls)
+    for call in chat.server.chat_calls:
+        assert chat.server.wait_until_ended(call.number, timeout=1.0).ended_by == "client_closed"
 
 
 def test_an_error_after_the_first_text_comes_as_the_clients_error(chat):
