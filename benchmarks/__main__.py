@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.row import HEADINGS, Row, as_markdown, from_json
+from benchmarks.row import Row, as_markdown, from_json
 from benchmarks.stage import POSTGRESQL, SQLITE, open_stage
-from project.processes import CHECKOUT
+from project.processes import CHECKOUT, end
 
 # Module, the databases it is run on, and what its stage is told.
 BENCHMARKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
@@ -23,6 +23,8 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "interactive": ((SQLITE,), {"LANE_BATCH_MAX_WAIT_MS": "1000"}),
 }
 _LONGEST_S = 240
+_PAGE = CHECKOUT / "docs" / "benchmarks.md"
+_BEFORE, _AFTER = "<!-- the table -->\n", "<!-- its end -->"
 
 
 def main() -> int:
@@ -40,6 +42,8 @@ def main() -> int:
                 for row in found:
                     print("  ".join(row.cells()), flush=True)
     _keep(options.json, rows)
+    if options.docs:
+        _write_table(as_markdown(rows))
     print(f"\n{as_markdown(rows)}\n\n{time.monotonic() - started:.0f} s; the numbers are in {options.json}")
     for each in failed:
         print(f"NOT MEASURED: {each}")
@@ -53,6 +57,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--database", choices=(SQLITE, POSTGRESQL))
     parser.add_argument("--json", type=Path, default=CHECKOUT / "var" / "bench" / "results.json")
+    parser.add_argument("--docs", action="store_true", help=f"put the table into {_PAGE.relative_to(CHECKOUT)}")
     return parser.parse_args()
 
 
@@ -61,20 +66,25 @@ def _run(name: str, database: str, settings: dict[str, str]) -> list[Row]:
     with open_stage(database, settings) as environ:
         results = Path(environ["VAR_DIR"]) / "rows.json"
         command = [sys.executable, "-m", "benchmarks.on_stage", name, database, str(results)]
+        process = subprocess.Popen(command, cwd=CHECKOUT, env=environ)
         try:
-            subprocess.run(command, cwd=CHECKOUT, env=environ, timeout=_LONGEST_S, check=True)
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            print(f"{name} on {database}: {error}", file=sys.stderr)
-            return []
-        return [from_json(each) for each in json.loads(results.read_text())]
+            process.wait(_LONGEST_S)
+        except subprocess.TimeoutExpired:
+            print(f"{name} on {database}: given up after {_LONGEST_S} s", file=sys.stderr)
+        finally:
+            end(process)
+        return [from_json(each) for each in json.loads(results.read_text())] if results.exists() else []
+
+
+def _write_table(table: str) -> None:
+    before, _, rest = _PAGE.read_text().partition(_BEFORE)
+    _PAGE.write_text(f"{before}{_BEFORE}{table}\n{_AFTER}{rest.partition(_AFTER)[2]}")
 
 
 def _keep(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"cores": os.cpu_count(), "rows": [row.as_json() for row in rows]}, indent=2))
 
-
-assert len(HEADINGS) == 5
 
 if __name__ == "__main__":
     sys.exit(main())
