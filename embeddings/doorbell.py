@@ -22,9 +22,12 @@ SCAN = "embeddings.scan_run"
 ADVANCE = "embeddings.advance_run"
 
 
-def ring(task_name: str, *arguments: Any) -> None:
-    """Sends the task's message once the current transaction has committed; never raises, never waits long."""
-    transaction.on_commit(lambda: _send(task_name, arguments))
+def ring(task_name: str, *arguments: Any, after_ms: int = 0) -> None:
+    """Sends the task's message once the current transaction has committed, to be heard `after_ms` later.
+
+    Never raises, never waits long.
+    """
+    transaction.on_commit(lambda: _send(task_name, arguments, after_ms / 1000))
 
 
 def nobody_listens() -> bool:
@@ -36,10 +39,11 @@ def nobody_listens() -> bool:
         return True
 
 
-def _send(task_name: str, arguments: tuple[Any, ...]) -> None:
+def _send(task_name: str, arguments: tuple[Any, ...], countdown_s: float) -> None:
     try:
         valkey.ensure_server()
-        current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, expires=3600)
+        when = {"countdown": countdown_s} if countdown_s else {}
+        current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, expires=3600, **when)
     except (OperationalError, *valkey.UNREACHABLE) as error:
         _say_unrung(error)
 

@@ -17,21 +17,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 
-import numpy as np
 from django.conf import settings
-from django.db import InterfaceError, OperationalError, connection, transaction
-from django.db.models import F
+from django.db import InterfaceError, OperationalError, connection
 
-from embeddings import codes, delivery, doorbell, gates, leases, shutdown, task_queue
+from embeddings import answers, codes, delivery, doorbell, gates, leases, shutdown, task_queue
+from embeddings.answers import Answered
+from embeddings.calls import Call, GivenUp, was_removed
 from embeddings.durably import durably
 from embeddings.errors import ProviderBusy, ProviderConfigurationError, ProviderError, SluicegateError, TextRefused
-from embeddings.knowledge import batches, store
+from embeddings.knowledge import batches
 from embeddings.knowledge.batches import Batch
-from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider, RepositoryOutcome
+from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider
 from embeddings.prepared import Prepared, prepare
 from embeddings.providers import adapter_for
 from embeddings.providers.base import EmbeddingCall, EmbeddingProvider, RawReply
-from embeddings.states import TaskState
 from embeddings.task_queue import Dispatched
 from embeddings.timeouts import OnProviderTimeout, ProviderTimeoutError
 from project import event_loop
@@ -40,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TEXT = "A plain sentence that every embedding model takes."
 BUSY_DEFAULT_MS = 1_000
+# A server that asks for no patience at all would be asked ten times within a breath.
+BUSY_LEAST_MS = 200
 _LOOK_FIRST_S, _LOOK_EVERY_S = 0.25, 1.0
 _DEPARTURE_S = 0.05
 
@@ -63,35 +64,12 @@ def drain(provider_id: int, controls: Controls) -> int:
     return _Drain(provider, controls).run() if provider else 0
 
 
-@dataclass(frozen=True)
-class _Call:
-    task: Dispatched
-    batch: Batch
-    adapter: EmbeddingProvider
-    future: concurrent.futures.Future[RawReply]
-    left: Event
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether a refusal could condemn a text: a half of a refused batch, or a batch of one text."""
-        is_alone = len(self.batch.texts) == 1
-        return not self.task.is_interactive and (is_alone or self.task.split_from_id is not None)
-
-
-@dataclass(frozen=True)
-class _Answered:
-    task: Dispatched
-    batch: Batch
-    adapter: EmbeddingProvider
-    reply: RawReply
-
-
 @dataclass
 class _Drain:
     provider: Provider
     controls: Controls
     gate: gates.Gate = field(init=False)
-    unstored: _Answered | None = None
+    unstored: Answered | None = None
     prepared: Prepared | None = None
     models: dict[int, str] = field(default_factory=dict)
 
@@ -158,17 +136,20 @@ class _Drain:
                 return None
             try:
                 reply = self._reply_to(call)
-            except _GivenUp:
+            except GivenUp:
                 return None
             except (ProviderError, ProviderTimeoutError) as error:
                 self._failed(call, error)
                 return None
             return self._answered(call, reply)
 
-    def _reply_to(self, call: _Call) -> RawReply:
+    def _reply_to(self, call: Call) -> RawReply:
         """Waits for the reply, and does meanwhile what the call before it left to do."""
         try:
             call.left.wait(_DEPARTURE_S)
+            # Before the storing, which may last as long as the call, and after it: only then does a lone repository's
+            # next task stand queued.
+            self._prepare_next()
             self._store_unstored()
             self._prepare_next()
             reply = self._wait(call)
@@ -181,7 +162,7 @@ class _Drain:
         return reply
 
     # --- calling ---------------------------------------------------------------------------------------------------
-    def _start(self, task: Dispatched) -> _Call | None:
+    def _start(self, task: Dispatched) -> Call | None:
         """Sends the task's texts; None if there was nothing to send, or no way to: the task has ended then."""
         if call := self._release_prepared(task):
             return call
@@ -198,7 +179,7 @@ class _Drain:
             return None
         return self._send(task, batch, adapter, is_control=False)
 
-    def _send(self, task: Dispatched, batch: Batch, adapter: EmbeddingProvider, *, is_control: bool) -> _Call:
+    def _send(self, task: Dispatched, batch: Batch, adapter: EmbeddingProvider, *, is_control: bool) -> Call:
         call = EmbeddingCall(
             texts=batch.texts,
             model=self._model_of(task),
@@ -207,7 +188,7 @@ class _Drain:
             left=Event(),
             may_test_format=is_control or task.is_interactive,
         )
-        return _Call(task, batch, adapter, event_loop.submit(adapter.embed(call)), call.left)
+        return Call(task, batch, adapter, event_loop.submit(adapter.embed(call)), call.left)
 
     def _batch_of(self, task: Dispatched) -> Batch:
         if task.is_interactive:
@@ -231,8 +212,10 @@ class _Drain:
     def _prepare_next(self) -> None:
         """A guess: the call of the task that will most likely be next is made ready while the server is at work."""
         self._reread()
-        self._drop_prepared()
         task_id = self.gate.likely_next(self.provider)
+        if self.prepared is not None and self.prepared.task_id == task_id:
+            return
+        self._drop_prepared()
         batch = batches.load(task_id) if task_id else None
         if not task_id or not batch or not batch.texts:
             return
@@ -247,7 +230,7 @@ class _Drain:
         with contextlib.suppress(SluicegateError):  # whoever dispatches the task hears it
             self.prepared = prepare(task_id, batch, adapter_for(self.provider), call)
 
-    def _release_prepared(self, task: Dispatched) -> _Call | None:
+    def _release_prepared(self, task: Dispatched) -> Call | None:
         """The prepared call, let go, if it is this task's and still what would be sent."""
         found, self.prepared = self.prepared, None
         if found is None:
@@ -256,14 +239,14 @@ class _Drain:
             found.drop()
             return None
         found.release()
-        return _Call(task, found.batch, found.adapter, found.future, found.call.left)
+        return Call(task, found.batch, found.adapter, found.future, found.call.left)
 
     def _drop_prepared(self) -> None:
         if self.prepared is not None:
             self.prepared.drop()
             self.prepared = None
 
-    def _wait(self, call: _Call) -> RawReply:
+    def _wait(self, call: Call) -> RawReply:
         """Waits for the reply, looking now and then whether the task was cancelled or the worker is to stop."""
         look_s = _LOOK_FIRST_S
         if call.task.is_interactive:
@@ -277,17 +260,17 @@ class _Drain:
                 # The call has ended with its slot, also where the task was removed before.
                 if not task_queue.give_back(call.task):
                     task_queue.release_slot(call.task)
-                raise _GivenUp
-            if self.gate.cancels_calls and _was_removed(call.task):
+                raise GivenUp
+            if self.gate.cancels_calls and was_removed(call.task):
                 call.future.cancel()
                 task_queue.release_slot(call.task)
-                raise _GivenUp
+                raise GivenUp
             _let_connection_go()
             look_s = min(2 * look_s, _LOOK_EVERY_S)
-        return _result_of(call)
+        return call.result()
 
     # --- a reply -----------------------------------------------------------------------------------------------------
-    def _answered(self, call: _Call, reply: RawReply) -> Dispatched | None:
+    def _answered(self, call: Call, reply: RawReply) -> Dispatched | None:
         """Frees the slot before the reply is decoded, and dispatches the next task in the same transaction."""
         if self._goes_on():
             held, following = durably(lambda: self.gate.settle_and_admit(self.provider, call.task))
@@ -295,25 +278,17 @@ class _Drain:
             held, following = task_queue.settle(call.task), None
         if held:
             self._store_unstored()
-            self.unstored = _Answered(call.task, call.batch, call.adapter, reply)
+            self.unstored = Answered(call.task, call.batch, call.adapter, reply)
         else:
             self._late(call, reply)
         return following
 
-    def _late(self, call: _Call, reply: RawReply) -> None:
+    def _late(self, call: Call, reply: RawReply) -> None:
         """The task was cancelled or lost while the call was out. Its slot comes free; of a fenced holder nothing is kept."""
         kept = self.gate.keeps_late_replies and not call.task.is_interactive
         if task_queue.release_slot(call.task) and kept:
-            self._keep_late(_Answered(call.task, call.batch, call.adapter, reply))
+            answers.keep_late(Answered(call.task, call.batch, call.adapter, reply))
             self._ended(call.task)
-
-    def _keep_late(self, answered: _Answered) -> None:
-        try:
-            vectors = self._decoded(answered)
-        except ProviderError as error:
-            logger.info("a late reply was not kept: %s", type(error).__name__)
-        else:
-            durably(lambda: _store_late(answered, vectors))
 
     def _store_unstored(self) -> None:
         answered, self.unstored = self.unstored, None
@@ -321,7 +296,8 @@ class _Drain:
             return
         with leases.kept(lambda: task_queue.renew(answered.task)):
             try:
-                self._store(answered)
+                answers.keep(answered)
+                self._remember_format(answered.adapter)
             except TextRefused as error:
                 self._refused_late(answered, error)
             except (OperationalError, InterfaceError):
@@ -333,50 +309,38 @@ class _Drain:
                 self._fail_late(answered.task, error)
         self._ended(answered.task)
 
-    def _store(self, answered: _Answered) -> None:
-        task = answered.task
-        vectors = self._decoded(answered)
-        self._remember_format(answered.adapter)
-        if task.is_interactive:
-            durably(lambda: _store_interactive(task, vectors))
-            delivery.announce(task.id)
-        else:
-            durably(lambda: _store_batch(answered, vectors))
-
-    def _decoded(self, answered: _Answered) -> np.ndarray:
-        vectors = answered.adapter.decode(answered.reply, len(answered.batch.texts), None)
-        store.learn_dimensions(answered.task.generation_id, vectors.shape[1])
-        return vectors
-
     def _remember_format(self, adapter: EmbeddingProvider) -> None:
         if adapter.refuses_base64 and not self.provider.refuses_base64:
             Provider.objects.filter(pk=self.provider.pk).update(refuses_base64=True)
             self.provider.refuses_base64 = True
 
     # --- a failure ---------------------------------------------------------------------------------------------------
-    def _failed(self, call: _Call, error: ProviderError | ProviderTimeoutError) -> None:
+    def _failed(self, call: Call, error: ProviderError | ProviderTimeoutError) -> None:
         """One failed call: a batch may go back, be split, or fail for good. The slot never passes straight on."""
         try:
             self._settle_failure(call, error)
-        except _GivenUp:
+        except GivenUp:
             return
         # Where the task was cancelled meanwhile, its slot went with none of these.
         task_queue.release_slot(call.task)
         self._ended(call.task)
 
-    def _settle_failure(self, call: _Call, error: ProviderError | ProviderTimeoutError) -> None:
+    def _settle_failure(self, call: Call, error: ProviderError | ProviderTimeoutError) -> None:
         task = call.task
         task_queue.count_calls(task, error.calls - 1)
-        if _was_removed(task):
+        if was_removed(task):
             return
         if isinstance(error, ProviderBusy) and not task.is_interactive:
-            task_queue.requeue_busy(task, _patience_ms(error), str(error))
+            patience_ms = _patience_ms(error)
+            task_queue.requeue_busy(task, patience_ms, str(error))
+            # Nothing can be admitted until then, so this drain ends: another is wanted when the time has come.
+            doorbell.ring(doorbell.DRAIN, task.provider_id, after_ms=patience_ms)
         elif isinstance(error, TextRefused) and not task.is_interactive:
             self._refused(call, error)
         else:
             self._fail(task, error)
 
-    def _refused(self, call: _Call, error: TextRefused) -> None:
+    def _refused(self, call: Call, error: TextRefused) -> None:
         """Isolates the refused text, and condemns it only if the provider takes some other text."""
         task, batch = call.task, call.batch
         root = batches.root_id(task.id)
@@ -396,14 +360,14 @@ class _Drain:
         else:
             batches.condemn(task, batch, str(error))
 
-    def _refused_late(self, answered: _Answered, error: TextRefused) -> None:
+    def _refused_late(self, answered: Answered, error: TextRefused) -> None:
         """A whole batch whose reply was refused once its slot was free: it is split, as after any refusal."""
         if answered.task.is_interactive or len(answered.batch.texts) == 1:
             self._fail_late(answered.task, error)
         else:
             batches.split(answered.task, answered.batch)
 
-    def _control_lands(self, call: _Call, root: int) -> bool:
+    def _control_lands(self, call: Call, root: int) -> bool:
         """Whether the provider takes the control text. Sent in the refused call's place, while its slot is still taken.
 
         Raises ProviderBusy or ProviderTimeoutError where the server says nothing about texts at all.
@@ -439,67 +403,12 @@ class _Drain:
             delivery.announce(task.id)
 
 
-class _GivenUp(Exception):
-    """The call was given up on purpose; the task's row says why."""
-
-
-def _result_of(call: _Call) -> RawReply:
-    try:
-        return call.future.result()
-    except (ProviderError, ProviderTimeoutError):
-        raise
-    except Exception as error:
-        # Whatever else the client raises for these texts ends their task: left alone, it would be tried for ever.
-        logger.exception("embedding task %s: the call could not be made", call.task.id)
-        raise ProviderError(f"the call could not be made: {type(error).__name__}") from error
-
-
 def _let_connection_go() -> None:
     """A call may last for minutes, callers are many, and PostgreSQL's connections few."""
     if not connection.in_atomic_block:
         connection.close()
 
 
-def _was_removed(task: Dispatched) -> bool:
-    return EmbeddingTask.objects.filter(pk=task.id, state=TaskState.REMOVED, dispatch_token=task.token).exists()
-
-
 def _patience_ms(error: ProviderBusy) -> int:
     wished = BUSY_DEFAULT_MS if error.retry_after_ms is None else error.retry_after_ms
-    return max(1, min(wished, settings.BUSY_RETRY_AFTER_MAX_MS))
-
-
-def _store_interactive(task: Dispatched, vectors: np.ndarray) -> None:
-    with transaction.atomic():
-        if task_queue.mark_stored(task):
-            EmbeddingTask.objects.filter(pk=task.id).update(vectors=delivery.encode(vectors))
-
-
-def _store_late(answered: _Answered, vectors: np.ndarray) -> None:
-    """What a cancelled task's call brings all the same: the rows take it, the outcome's decision stands."""
-    outcomes = RepositoryOutcome.objects.filter(pk=answered.task.of_outcome)
-    rows = answered.batch.bind(vectors)
-    with transaction.atomic():
-        outcomes.update(embedded=F("embedded") + len(rows))
-        # Past its retention an outcome may have gone.
-        for repository_id in outcomes.values_list("repository", flat=True):
-            store.write_vectors(repository_id, rows)
-
-
-def _store_batch(answered: _Answered, vectors: np.ndarray) -> None:
-    """Vectors, counts and the task's end in one transaction; a holder that was fenced off stores nothing."""
-    task = answered.task
-    repository_id = RepositoryOutcome.objects.values_list("repository", flat=True).get(pk=task.of_outcome)
-    rows = answered.batch.bind(vectors)
-    with transaction.atomic():
-        outcome = RepositoryOutcome.objects.filter(pk=task.of_outcome)
-        # The outcome first: that is the order of locks.
-        outcome.update(
-            embedded=F("embedded") + len(rows), provider_calls=F("provider_calls") + answered.reply.calls - 1
-        )
-        if not task_queue.mark_stored(task):
-            transaction.set_rollback(True)
-            return
-        if untaken := len(rows) - store.write_vectors(repository_id, rows):
-            # Rows that have gone, or had a vector by then.
-            outcome.update(embedded=F("embedded") - untaken)
+    return min(max(BUSY_LEAST_MS, wished), settings.BUSY_RETRY_AFTER_MAX_MS)

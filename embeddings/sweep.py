@@ -20,30 +20,26 @@ from django.utils import timezone
 from embeddings import abandonment, circuit, codes, doorbell, leases, outcomes, scan, shutdown, task_queue
 from embeddings.drain import Controls
 from embeddings.drain import drain as drain_until_idle
-from embeddings.errors import DispatchNotAllowed, UsageError
-from embeddings.knowledge import batches, store
+from embeddings.errors import UsageError
+from embeddings.knowledge import store
 from embeddings.knowledge.source import RevisionMissing, SourceEmpty, SourceError, SourceRefused, SourceStopped
 from embeddings.models import (
     EmbeddingGeneration,
-    EmbeddingTask,
-    KnowledgeRow,
     Provider,
     Repository,
     RepositoryOutcome,
     RunCircuit,
     TenantRun,
 )
+from embeddings.settling import has_pending, settle_outcome
 from embeddings.states import (
     OUTCOME_UNFINISHED,
     RUN_UNFINISHED,
-    TASK_UNSETTLED,
     OutcomeStatus,
     RunStatus,
     RunTrigger,
-    TaskState,
 )
 from embeddings.task_queue import Dispatched
-from embeddings.timeouts import is_provider_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +228,7 @@ def _after_scan(claim: Claim, outcome: RepositoryOutcome, result: scan.ScanResul
             reused=result.reused,
             deleted=result.deleted,
         )
-        if not result.changed and not _has_pending(outcome):
+        if not result.changed and not has_pending(outcome):
             outcomes.decide(claim.outcome_id, OutcomeStatus.UNCHANGED, expected=(OutcomeStatus.SCANNING,))
             return
         RepositoryOutcome.objects.filter(pk=claim.outcome_id).update(status=OutcomeStatus.EMBEDDING)
@@ -240,76 +236,7 @@ def _after_scan(claim: Claim, outcome: RepositoryOutcome, result: scan.ScanResul
     doorbell.ring(doorbell.DRAIN, outcome.run.provider_id)
 
 
-def _has_pending(outcome: RepositoryOutcome) -> bool:
-    return batches.pending_rows(outcome.repository_id, outcome.run.generation_id).exists()
-
-
-# --- embedding: deciding an outcome from its rows ------------------------------------------------------------------------
-def settle_outcome(outcome_id: int) -> None:
-    """Puts the outcome's next batches, or decides it if nothing is left to do; derived from the rows alone."""
-    outcome = RepositoryOutcome.objects.select_related(
-        "repository", "run__provider", "run__circuit", "run__generation"
-    ).get(pk=outcome_id)
-    if outcome.status != OutcomeStatus.EMBEDDING:
-        return
-    if failed := _failed_task(outcome):
-        _decide_failed(outcome, failed)
-        return
-    try:
-        put = batches.refill(outcome)
-    except DispatchNotAllowed:
-        put = 0
-    if put == 0:
-        _decide_embedded(outcome)
-
-
-def _failed_task(outcome: RepositoryOutcome) -> EmbeddingTask | None:
-    return EmbeddingTask.objects.filter(outcome=outcome, state=TaskState.FAILED).order_by("settled_at").first()
-
-
-def _decide_failed(outcome: RepositoryOutcome, failed: EmbeddingTask) -> None:
-    status, code = OutcomeStatus.FAILED, codes.PROVIDER_FAILED
-    if is_provider_timeout(_Coded(failed.error_code)):
-        status, code = OutcomeStatus.DEFERRED, codes.PROVIDER_TIMED_OUT
-    elif failed.error_code == codes.PROVIDER_BUSY:
-        status, code = OutcomeStatus.DEFERRED, codes.PROVIDER_BUSY
-    elif failed.error_code == codes.STORE_FAILED:
-        code = codes.STORE_FAILED
-    with transaction.atomic():
-        task_queue.lock_run(outcome.run_id)
-        outcomes.decide(outcome.pk, status, code=code, source_code=failed.error_code, detail=failed.error_detail)
-
-
-@dataclass(frozen=True)
-class _Coded:
-    """A stored code in the shape that the timeout predicate reads."""
-
-    code: str
-
-
-def _decide_embedded(outcome: RepositoryOutcome) -> None:
-    """Decides an outcome that has nothing queued or at the provider: by what is stored, and what is still pending."""
-    with transaction.atomic():
-        run = task_queue.lock_run(outcome.run_id)
-        if EmbeddingTask.objects.filter(outcome=outcome, state__in=TASK_UNSETTLED).exists():
-            return
-        if _has_pending(outcome):
-            if run.dispatch_allowed:
-                return
-            outcome.run.refresh_from_db()
-            status, code = outcomes.stop_reason(outcome.run)
-            outcomes.decide(outcome.pk, status, code=code)
-        elif _all_undeliverable(outcome):
-            outcomes.decide(outcome.pk, OutcomeStatus.FAILED, code=codes.ALL_UNDELIVERABLE)
-        else:
-            outcomes.decide(outcome.pk, OutcomeStatus.SUCCEEDED)
-
-
-def _all_undeliverable(outcome: RepositoryOutcome) -> bool:
-    rows = KnowledgeRow.objects.filter(repository=outcome.repository_id, generation=outcome.run.generation_id)
-    return rows.exists() and not rows.filter(undeliverable_reason="").exists()
-
-
+# --- embedding ----------------------------------------------------------------------------------------------------------
 def after_task(task: Dispatched) -> None:
     """What a task's end means for its outcome and its run."""
     if task.outcome_id is None or task.run_id is None:

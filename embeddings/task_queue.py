@@ -1,11 +1,8 @@
 """Durable embedding tasks: put, admit, settle, requeue, reclaim, remove (docs/architecture.md, Embedding).
 
-The one home of the lane's raw statements: composing a query costs fifteen times what running it does. The statements
-are the same text on SQLite and PostgreSQL but for the clock and the lock. Times are the database's own, so that several
-machines agree on leases.
-
 Locks are taken in one order everywhere: provider, run, outcome, task. Putting and opening a circuit lock the run and
 never the provider. Every way into `queued` reads the run's `dispatch_allowed` in the same transaction, under its lock.
+The statements stand in `task_statements`, and run from here alone.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from django.conf import settings
@@ -23,6 +19,7 @@ from django.db.models import Q
 from django.utils import timezone
 
 from embeddings import codes
+from embeddings import task_statements as sql
 from embeddings.errors import DispatchNotAllowed, ProviderConfigurationError
 from embeddings.models import EmbeddingTask
 from embeddings.states import TASK_UNSETTLED, TaskPriority, TaskState
@@ -113,7 +110,7 @@ def lock_run(run_id: int) -> LockedRun:
     """Locks the run for the rest of the transaction and reads what a put needs."""
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT provider_id, generation_id, dispatch_allowed FROM embeddings_tenantrun WHERE id = %s {_lock()}",
+            f"SELECT provider_id, generation_id, dispatch_allowed FROM embeddings_tenantrun WHERE id = %s {sql.lock()}",
             [run_id],
         )
         provider_id, generation_id, allowed = cursor.fetchone()
@@ -138,8 +135,8 @@ def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool
     Says whether the task was still held; the lease is renewed and kept until the vectors are stored.
     """
     with transaction.atomic(), connection.cursor() as cursor:
-        gate = _lock_provider(cursor, task.provider_id, _LOCK_TO_ADMIT)
-        held = _execute(cursor, _SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
+        gate = _lock_provider(cursor, task.provider_id, sql.LOCK_TO_ADMIT)
+        held = sql.execute(cursor, sql.SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
         try:
             # Without reclaiming: that locks runs, which come before the task that is locked by now.
             return held, _pick_and_dispatch(cursor, gate, slots, order)
@@ -149,7 +146,7 @@ def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool
 
 
 def _admit(cursor: CursorWrapper, provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
-    gate = _lock_provider(cursor, provider_id, _LOCK_TO_ADMIT)
+    gate = _lock_provider(cursor, provider_id, sql.LOCK_TO_ADMIT)
     if gate is not None:
         _reclaim(cursor, provider_id)
     return _pick_and_dispatch(cursor, gate, slots, order)
@@ -182,7 +179,7 @@ _NO_SLOT = object()
 
 def _lock_provider(cursor: CursorWrapper, provider_id: int, statement: str | None = None) -> _Gate | None:
     # A statement of its own: folded into the pick, PostgreSQL would go on with the snapshot from before the wait.
-    _execute(cursor, statement or _LOCK_PROVIDER, provider=provider_id)
+    sql.execute(cursor, statement or sql.LOCK_PROVIDER, provider=provider_id)
     row = cursor.fetchone()
     if row is None:
         return None
@@ -192,7 +189,7 @@ def _lock_provider(cursor: CursorWrapper, provider_id: int, statement: str | Non
 def _free_slot(cursor: CursorWrapper, provider_id: int, slots: int | None) -> Any:
     if slots is None:
         return None
-    _execute(cursor, _TAKEN_SLOTS, provider=provider_id)
+    sql.execute(cursor, sql.TAKEN_SLOTS, provider=provider_id)
     taken = {row[0] for row in cursor.fetchall()}
     # The cap bounds how many are out, also when it was lowered while higher slots are taken.
     if len(taken) >= slots:
@@ -201,8 +198,8 @@ def _free_slot(cursor: CursorWrapper, provider_id: int, slots: int | None) -> An
 
 
 def _pick(cursor: CursorWrapper, gate: _Gate, order: Order) -> tuple[Any, ...] | None:
-    statement = _PICK[order, gate.batch_is_due]
-    _execute(cursor, statement, provider=gate.provider_id, batch_least=0 if gate.is_busy else TaskPriority.BATCH)
+    statement = sql.PICK[order, gate.batch_is_due]
+    sql.execute(cursor, statement, provider=gate.provider_id, batch_least=0 if gate.is_busy else TaskPriority.BATCH)
     return cursor.fetchone()  # type: ignore[no-any-return]
 
 
@@ -211,8 +208,10 @@ def _dispatch(cursor: CursorWrapper, gate: _Gate, picked: tuple[Any, ...], slot:
     task = Dispatched(picked[0], secrets.token_hex(16), gate.provider_id, *picked[1:])
     if task.outcome_id is not None:
         # The outcome before the task: an opening circuit locks them in that order.
-        _execute(cursor, _COUNT_DISPATCH, outcome=task.outcome_id, instant=f"{timezone.now():%Y-%m-%d %H:%M:%S.%f}")
-    if _execute(cursor, _DISPATCH, slot=slot, **_holder(task)) == 0:
+        sql.execute(
+            cursor, sql.COUNT_DISPATCH, outcome=task.outcome_id, instant=f"{timezone.now():%Y-%m-%d %H:%M:%S.%f}"
+        )
+    if sql.execute(cursor, sql.DISPATCH, slot=slot, **_holder(task)) == 0:
         count_calls(task, -1)
         return None
     _note_overtaking(cursor, gate, task)
@@ -222,15 +221,15 @@ def _dispatch(cursor: CursorWrapper, gate: _Gate, picked: tuple[Any, ...], slot:
 def _note_overtaking(cursor: CursorWrapper, gate: _Gate, task: Dispatched) -> None:
     """Counts from the first overtaking, not from when the batch was queued: a long backlog is not a long overtaking."""
     if task.is_interactive:
-        _execute(cursor, _OVERTAKING, provider=gate.provider_id)
+        sql.execute(cursor, sql.OVERTAKING, provider=gate.provider_id)
     elif gate.was_overtaken:
-        _execute(cursor, _NOT_OVERTAKEN, provider=gate.provider_id)
+        sql.execute(cursor, sql.NOT_OVERTAKEN, provider=gate.provider_id)
 
 
 def peek(provider_id: int, order: Order) -> int | None:
     """The id of the task that would most likely be admitted next, without a lock: a guess to prepare for."""
     with connection.cursor() as cursor:
-        _execute(cursor, _PICK[order, False], provider=provider_id, batch_least=TaskPriority.BATCH)
+        sql.execute(cursor, sql.PICK[order, False], provider=provider_id, batch_least=TaskPriority.BATCH)
         row = cursor.fetchone()
     return row[0] if row else None
 
@@ -238,14 +237,14 @@ def peek(provider_id: int, order: Order) -> int | None:
 def has_work(provider_id: int) -> bool:
     """Whether a task stands queued, or a lost lease waits to be reclaimed: someone should drain."""
     with connection.cursor() as cursor:
-        _execute(cursor, _HAS_WORK, provider=provider_id)
+        sql.execute(cursor, sql.HAS_WORK, provider=provider_id)
         return cursor.fetchone() is not None
 
 
 def stands_idle(provider_id: int) -> bool:
     """Whether a task that could be admitted now stands queued, or a lost lease waits: nobody is at work on them."""
     with connection.cursor() as cursor:
-        _execute(cursor, _STANDS_IDLE, provider=provider_id)
+        sql.execute(cursor, sql.STANDS_IDLE, provider=provider_id)
         return cursor.fetchone() is not None
 
 
@@ -265,7 +264,7 @@ def is_held(task: Dispatched) -> bool:
 def renew(task: Dispatched) -> bool:
     """Renews the lease, also of a removed task whose call is still out; False once the holder is fenced off."""
     with connection.cursor() as cursor:
-        return _execute(cursor, _RENEW, **_holder(task)) == 1
+        return sql.execute(cursor, sql.RENEW, **_holder(task)) == 1
 
 
 def fail(task: Dispatched, code: str, detail: str) -> bool:
@@ -281,26 +280,26 @@ def remove_held(task: Dispatched, reason: str, detail: str = "") -> bool:
 def release_slot(task: Dispatched) -> bool:
     """The call of a task that was removed meanwhile has ended: its slot is free now."""
     with connection.cursor() as cursor:
-        return _execute(cursor, _RELEASE_SLOT, **_holder(task)) == 1
+        return sql.execute(cursor, sql.RELEASE_SLOT, **_holder(task)) == 1
 
 
 def settle(task: Dispatched) -> bool:
     """A reply came and nothing is admitted in its place: answered, slot free, lease renewed until stored."""
     with connection.cursor() as cursor:
-        return _execute(cursor, _SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
+        return sql.execute(cursor, sql.SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
 
 
 def mark_stored(task: Dispatched) -> bool:
     """The last step of storing, in its transaction."""
     with connection.cursor() as cursor:
-        return _execute(cursor, _STORED, **_holder(task)) == 1
+        return sql.execute(cursor, sql.STORED, **_holder(task)) == 1
 
 
 def count_calls(task: Dispatched, further: int) -> None:
     """Corrects the outcome's count of HTTP requests, one a dispatch: more for retries, fewer if none left."""
     if further and task.outcome_id is not None:
         with connection.cursor() as cursor:
-            _execute(cursor, _COUNT_CALLS, outcome=task.outcome_id, further=further)
+            sql.execute(cursor, sql.COUNT_CALLS, outcome=task.outcome_id, further=further)
 
 
 def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskState | None:
@@ -311,14 +310,14 @@ def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskStat
     """
     with transaction.atomic(), connection.cursor() as cursor:
         _lock_provider(cursor, task.provider_id)
-        _execute(cursor, _PROVIDER_BUSY, ahead_ms=retry_after_ms, provider=task.provider_id)
+        sql.execute(cursor, sql.PROVIDER_BUSY, ahead_ms=retry_after_ms, provider=task.provider_id)
         allowed = task.run_id is None or lock_run(task.run_id).dispatch_allowed
         if not allowed:
             return TaskState.REMOVED if remove_held(task, codes.DISPATCH_STOPPED) else None
         row = EmbeddingTask.objects.get(pk=task.id)
         if _busy_for_too_long(row):
             return TaskState.FAILED if fail(task, codes.PROVIDER_BUSY, detail) else None
-        return TaskState.QUEUED if _execute(cursor, _REQUEUE_BUSY, **_holder(task)) == 1 else None
+        return TaskState.QUEUED if sql.execute(cursor, sql.REQUEUE_BUSY, **_holder(task)) == 1 else None
 
 
 def _busy_for_too_long(row: EmbeddingTask) -> bool:
@@ -334,29 +333,31 @@ def give_back(task: Dispatched) -> bool:
     with transaction.atomic(), connection.cursor() as cursor:
         if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:
             return remove_held(task, codes.DISPATCH_STOPPED)
-        return _execute(cursor, _GIVE_BACK, **_holder(task)) == 1
+        return sql.execute(cursor, sql.GIVE_BACK, **_holder(task)) == 1
 
 
 def _end(task: Dispatched, state: TaskState, code: str, detail: str, ended_by: str) -> bool:
     with connection.cursor() as cursor:
-        ended = _execute(cursor, _END, state=state, code=code, detail=detail[:1000], ended_by=ended_by, **_holder(task))
+        ended = sql.execute(
+            cursor, sql.END, state=state, code=code, detail=detail[:1000], ended_by=ended_by, **_holder(task)
+        )
     return ended == 1
 
 
 # --- reclaiming and removing ------------------------------------------------------------------------------------------
 def _reclaim(cursor: CursorWrapper, provider_id: int) -> None:
     """Lost leases go back to the queue if their run still dispatches; the third loss fails; expired ones go."""
-    _execute(cursor, _EXPIRE, provider=provider_id, reason=codes.EXPIRED)
-    _execute(cursor, _FREE_ABANDONED_SLOTS, provider=provider_id)
-    _execute(cursor, _LOST, provider=provider_id)
+    sql.execute(cursor, sql.EXPIRE, provider=provider_id, reason=codes.EXPIRED)
+    sql.execute(cursor, sql.FREE_ABANDONED_SLOTS, provider=provider_id)
+    sql.execute(cursor, sql.LOST, provider=provider_id)
     for task_id, run_id, losses in cursor.fetchall():
         allowed = run_id is None or lock_run(run_id).dispatch_allowed
         if not allowed:
-            _execute(cursor, _LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=codes.DISPATCH_STOPPED)
+            sql.execute(cursor, sql.LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=codes.DISPATCH_STOPPED)
         elif losses + 1 >= LOSSES_MAX:
-            _execute(cursor, _LOSE_TO_END, task=task_id, state=TaskState.FAILED, code=codes.TASK_LOST)
+            sql.execute(cursor, sql.LOSE_TO_END, task=task_id, state=TaskState.FAILED, code=codes.TASK_LOST)
         else:
-            _execute(cursor, _LOSE_TO_QUEUE, task=task_id)
+            sql.execute(cursor, sql.LOSE_TO_QUEUE, task=task_id)
 
 
 def reclaim(provider_id: int) -> None:
@@ -373,7 +374,7 @@ def fail_queued(provider_id: int, code: str, detail: str) -> list[Dispatched]:
         queued = list(EmbeddingTask.objects.filter(provider=provider_id, state=TaskState.QUEUED).order_by("pk"))
         failed = []
         for row in queued:
-            if _execute(cursor, _FAIL_QUEUED, task=row.pk, code=code, detail=detail[:1000]) == 1:
+            if sql.execute(cursor, sql.FAIL_QUEUED, task=row.pk, code=code, detail=detail[:1000]) == 1:
                 failed.append(
                     Dispatched(row.pk, "", provider_id, row.generation_id, row.priority, row.run_id, row.outcome_id)
                 )
@@ -394,136 +395,5 @@ def cancel_dispatched(reason: str, **where: Any) -> int:
     )
 
 
-# --- statements -------------------------------------------------------------------------------------------------------
 def _holder(task: Dispatched) -> dict[str, Any]:
     return {"task": task.id, "token": task.token}
-
-
-def _execute(cursor: CursorWrapper, statement: str, *, ahead_ms: int = 0, **values: Any) -> int:
-    """Runs a statement with its clock and lock filled in for this database; returns the affected rows."""
-    waits = (ahead_ms, settings.LEASE_MS, -settings.LANE_BATCH_MAX_WAIT_MS)
-    cursor.execute(_filled(statement, connection.vendor, *waits), values)
-    return int(cursor.rowcount)
-
-
-@lru_cache(maxsize=256)
-def _filled(statement: str, vendor: str, ahead_ms: int, lease_ms: int, overtaken_ms: int) -> str:
-    return statement.format(
-        now=_now(),
-        ahead=_now(ahead_ms),
-        lease=_now(lease_ms),
-        overtaken=_now(overtaken_ms),
-        lock=_lock(),
-        # SQLite's own clock counts milliseconds; turns are taken in less. It has one machine, so ours is the same clock.
-        instant="clock_timestamp()" if vendor == "postgresql" else "%(instant)s",
-        # What is admitted or settled may be lost with a crash of the database itself: at worst a batch is bought twice.
-        relax=", set_config('synchronous_commit', 'off', true)" if vendor == "postgresql" else "",
-    )
-
-
-def _now(plus_ms: int = 0) -> str:
-    """The database's clock as an expression, `plus_ms` from now."""
-    if connection.vendor == "postgresql":
-        return f"(clock_timestamp() + interval '{int(plus_ms)} milliseconds')"
-    return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f000', 'now', '{int(plus_ms) / 1000:+.3f} seconds')"
-
-
-def _lock() -> str:
-    # Plain FOR UPDATE would queue behind every put: inserting a task shares a lock on its provider and run.
-    return "FOR NO KEY UPDATE" if connection.vendor == "postgresql" else ""
-
-
-_TASK = "embeddings_embeddingtask"
-_HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"
-
-_READ_GATE = """
-SELECT is_paused, busy_until IS NOT NULL AND busy_until > {now}, overtaken_since IS NOT NULL AND overtaken_since <= {overtaken},
-  overtaken_since IS NOT NULL, max_in_flight"""
-_LOCK_PROVIDER = f"{_READ_GATE} FROM embeddings_provider WHERE id = %(provider)s {{lock}}"
-_LOCK_TO_ADMIT = f"{_READ_GATE} {{relax}} FROM embeddings_provider WHERE id = %(provider)s {{lock}}"
-_PROVIDER_BUSY = "UPDATE embeddings_provider SET busy_until = {ahead} WHERE id = %(provider)s"
-_TAKEN_SLOTS = f"SELECT slot FROM {_TASK} WHERE provider_id = %(provider)s AND slot IS NOT NULL"
-_PICK_ANY = f"""
-SELECT t.id, t.generation_id, t.priority, t.run_id, t.outcome_id, t.split_from_id FROM {_TASK} t
-JOIN embeddings_embeddinggeneration g ON g.id = t.generation_id
-JOIN embeddings_provider p ON p.id = t.provider_id
-LEFT JOIN embeddings_tenantrun r ON r.id = t.run_id
-LEFT JOIN embeddings_repositoryoutcome o ON o.id = t.outcome_id
-WHERE t.provider_id = %(provider)s AND t.state = 0 AND t.priority <= %(batch_least)s
-  AND (t.expires_at IS NULL OR t.expires_at > {{now}})
-  AND (t.run_id IS NULL OR (r.dispatch_allowed AND g.model = p.embedding_model))
-ORDER BY """
-_BY_ORDER = {"fair": "o.last_dispatched_at ASC NULLS FIRST, t.id", "fifo": "t.id"}
-_PICK = {
-    (order, batch_first): f"{_PICK_ANY} t.priority {'DESC' if batch_first else 'ASC'}, {by} LIMIT 1"
-    for order, by in _BY_ORDER.items()
-    for batch_first in (False, True)
-}
-_DISPATCH = f"""
-UPDATE {_TASK} SET state = 1, slot = %(slot)s, dispatch_token = %(token)s, lease_expires_at = {{lease}},
-  dispatched_at = {{now}}, attempts = attempts + 1, call_ended_at = NULL, call_ended_by = ''
-WHERE id = %(task)s AND state = 0"""
-_COUNT_DISPATCH = """
-UPDATE embeddings_repositoryoutcome SET last_dispatched_at = {instant}, provider_calls = provider_calls + 1
-WHERE id = %(outcome)s"""
-_COUNT_CALLS = """
-UPDATE embeddings_repositoryoutcome SET provider_calls = provider_calls + %(further)s WHERE id = %(outcome)s"""
-_OVERTAKING = f"""
-UPDATE embeddings_provider SET overtaken_since = CASE
-  WHEN EXISTS (SELECT 1 FROM {_TASK} t WHERE t.provider_id = %(provider)s AND t.state = 0 AND t.priority = 1)
-  THEN COALESCE(overtaken_since, {{now}}) END WHERE id = %(provider)s"""
-_NOT_OVERTAKEN = """
-UPDATE embeddings_provider SET overtaken_since = NULL WHERE id = %(provider)s AND overtaken_since IS NOT NULL"""
-# One look for each index: a single condition over all tasks of a provider would read its whole history.
-_HAS_LOST = f"""(EXISTS (SELECT 1 FROM {_TASK} l WHERE l.provider_id = %(provider)s AND l.state IN (1, 2)
-    AND l.lease_expires_at < {{now}})
-  OR EXISTS (SELECT 1 FROM {_TASK} l WHERE l.provider_id = %(provider)s AND l.slot IS NOT NULL
-    AND l.lease_expires_at < {{now}}))"""
-_HAS_WORK = f"""
-SELECT 1 WHERE {_HAS_LOST} OR EXISTS (SELECT 1 FROM {_TASK} q WHERE q.provider_id = %(provider)s AND q.state = 0)"""
-_STANDS_IDLE = f"""
-SELECT 1 FROM embeddings_provider p WHERE p.id = %(provider)s AND ({_HAS_LOST}
-  OR (NOT p.is_paused AND EXISTS (SELECT 1 FROM {_TASK} q WHERE q.provider_id = %(provider)s AND q.state = 0
-      AND (q.priority = 0 OR p.busy_until IS NULL OR p.busy_until <= {{now}}))
-    AND (p.max_in_flight < 1
-      OR (SELECT COUNT(*) FROM {_TASK} s WHERE s.provider_id = %(provider)s AND s.slot IS NOT NULL) < p.max_in_flight)))"""
-_SETTLE = f"""
-UPDATE {_TASK} SET state = %(answered)s, slot = NULL, lease_expires_at = {{lease}}, call_ended_at = {{now}},
-  call_ended_by = 'reply' WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 1"""
-_RENEW = f"""
-UPDATE {_TASK} SET lease_expires_at = {{lease}}
-WHERE id = %(task)s AND dispatch_token = %(token)s AND (state IN (1, 2) OR slot IS NOT NULL)"""
-_END = f"""
-UPDATE {_TASK} SET state = %(state)s, slot = NULL, settled_at = {{now}}, error_code = %(code)s, error_detail = %(detail)s,
-  call_ended_at = COALESCE(call_ended_at, {{now}}),
-  call_ended_by = CASE call_ended_by WHEN '' THEN %(ended_by)s ELSE call_ended_by END {_HELD}"""
-_FAIL_QUEUED = f"""
-UPDATE {_TASK} SET state = 4, settled_at = {{now}}, error_code = %(code)s, error_detail = %(detail)s
-WHERE id = %(task)s AND state = 0"""
-_RELEASE_SLOT = f"""
-UPDATE {_TASK} SET slot = NULL, call_ended_at = {{now}}, call_ended_by = 'late'
-WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 5 AND slot IS NOT NULL"""
-_STORED = f"""
-UPDATE {_TASK} SET state = 3, settled_at = {{now}} WHERE id = %(task)s AND dispatch_token = %(token)s AND state = 2"""
-_REQUEUE_BUSY = f"""
-UPDATE {_TASK} SET state = 0, slot = NULL, dispatch_token = '', busy_requeues = busy_requeues + 1,
-  busy_since = COALESCE(busy_since, {{now}}), call_ended_at = {{now}}, call_ended_by = 'busy' {_HELD}"""
-_GIVE_BACK = f"""
-UPDATE {_TASK} SET state = 0, slot = NULL, dispatch_token = '', attempts = attempts - 1, call_ended_at = {{now}},
-  call_ended_by = 'shutdown' {_HELD}"""
-_EXPIRE = f"""
-UPDATE {_TASK} SET state = 5, error_code = %(reason)s, settled_at = {{now}}
-WHERE provider_id = %(provider)s AND state = 0 AND expires_at IS NOT NULL AND expires_at <= {{now}}"""
-_FREE_ABANDONED_SLOTS = f"""
-UPDATE {_TASK} SET slot = NULL, call_ended_at = {{now}}, call_ended_by = 'lost'
-WHERE provider_id = %(provider)s AND slot IS NOT NULL AND state > 2 AND lease_expires_at < {{now}}"""
-_LOST = f"""
-SELECT id, run_id, losses FROM {_TASK}
-WHERE provider_id = %(provider)s AND state IN (1, 2) AND lease_expires_at < {{now}} ORDER BY id"""
-_LOSE = """state IN (1, 2) AND lease_expires_at < {now}"""
-_LOSE_TO_QUEUE = f"""
-UPDATE {_TASK} SET state = 0, slot = NULL, dispatch_token = '', losses = losses + 1, call_ended_at = {{now}},
-  call_ended_by = 'lost' WHERE id = %(task)s AND {_LOSE}"""
-_LOSE_TO_END = f"""
-UPDATE {_TASK} SET state = %(state)s, slot = NULL, dispatch_token = '', losses = losses + 1, settled_at = {{now}},
-  error_code = %(code)s, call_ended_at = {{now}}, call_ended_by = 'lost' WHERE id = %(task)s AND {_LOSE}"""

@@ -209,15 +209,15 @@ MUTATIONS = (
     Mutation(
         "the dispatch token is ignored",
         "G9",
-        "embeddings/task_queue.py",
-        '_HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"',
-        '_HELD = "WHERE id = %(task)s AND state IN (1, 2)"',
+        "embeddings/task_statements.py",
+        'HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"',
+        'HELD = "WHERE id = %(task)s AND state IN (1, 2)"',
         (f"{QUEUE}::TestFencing",),
     ),
     Mutation(
         "a lease is lost at once",
         "G9",
-        "embeddings/task_queue.py",
+        "embeddings/task_statements.py",
         "    waits = (ahead_ms, settings.LEASE_MS, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
         "    waits = (ahead_ms, -1, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
         (f"{QUEUE}::TestLosing", f"{ADMISSION}::TestTheCapIsReadAnew"),
@@ -380,7 +380,7 @@ MUTATIONS = (
     Mutation(
         "queued batches of a former model are dispatched",
         "-",
-        "embeddings/task_queue.py",
+        "embeddings/task_statements.py",
         "(r.dispatch_allowed AND g.model = p.embedding_model)",
         "r.dispatch_allowed",
         ("tests/test_model_change.py", QUEUE),
