@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Readers who are not told of the end find it in the database: the log is not waited for any longer.
 CLOSE_LOG_S = 2.0
+# So many deltas of one turn, then the other turns' first ones: a packet may hold hundreds.
+SHARE = 16
 
 SHUT_DOWN = Ending(
     TurnState.INTERRUPTED, codes.WORKER_SHUT_DOWN, "shut_down", detail="The worker that ran it was shut down."
@@ -218,12 +220,16 @@ class _Streaming:
             is_cancelled=lambda: self._held.is_cancelled,
             label=f"{self._work.label} attempt={number}",
         )
+        taken = 0
         try:
             async with attempt:
                 async for delta in attempt:
                     recorder.delta(delta)
                     if recorder.is_full:
                         break
+                    taken += 1
+                    if taken % SHARE == 0:
+                        await asyncio.sleep(0)
         finally:
             recorder.flush()
             self._note(attempt.result, number, recorder)
