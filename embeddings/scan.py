@@ -26,6 +26,7 @@ _BATCH_FILES = 100
 _BATCH_CHUNKS = 1_000
 _FILES_AHEAD = 32
 _READERS = 2
+_MANY_ROWS = 1_000
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class ScanResult:
     revision: str
     skipped: Counter[str] = field(default_factory=Counter)
     changed: bool = False
+    written: int = 0
     reused: int = 0
     deleted: int = 0
 
@@ -106,6 +108,8 @@ class _Scan:
         )
         # After what is new was read: a file that was renamed takes the vectors of its old name.
         self._drop_gone([each.file_id for path, each in kept.items() if path not in wanted])
+        if self.result.written >= _MANY_ROWS:
+            store.refresh_statistics()
         return self.result
 
     def _wanted(self, snapshot: Snapshot) -> Iterator[TreeEntry]:
@@ -207,6 +211,7 @@ class _Scan:
     def _count(self, written: store.Written) -> None:
         self.result.changed = True
         self.result.reused += written.reused
+        self.result.written += written.rows
 
     def _check(self) -> None:
         if self.controls.should_stop():

@@ -83,6 +83,13 @@ def write_versions(place: Place, files: Sequence[ReadFile]) -> Written:
     return Written(rows=len(rows), reused=sum(hash_ in known for _, _, hash_ in rows))
 
 
+def refresh_statistics() -> None:
+    """After many rows were written: PostgreSQL would otherwise plan for small tables until its own round comes."""
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute("ANALYZE (SKIP_LOCKED) embeddings_knowledgerow, embeddings_fileversion, embeddings_sourcefile")
+
+
 def copy_to_generation(place: Place, version_ids: Sequence[int]) -> Written:
     """Copies live versions of another generation as pending ones of this: the model changed, the text did not."""
     sources = FileVersion.objects.filter(pk__in=version_ids).select_related("file").prefetch_related("rows")
