@@ -87,7 +87,9 @@ def refresh_statistics() -> None:
     """After many rows were written: PostgreSQL would otherwise plan for small tables until its own round comes."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
-            cursor.execute("ANALYZE (SKIP_LOCKED) embeddings_knowledgerow, embeddings_fileversion, embeddings_sourcefile")
+            cursor.execute(
+                "ANALYZE (SKIP_LOCKED) embeddings_knowledgerow, embeddings_fileversion, embeddings_sourcefile"
+            )
 
 
 def copy_to_generation(place: Place, version_ids: Sequence[int]) -> Written:
