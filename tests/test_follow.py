@@ -12,6 +12,7 @@ from embeddings import follow as following
 from embeddings.follow import follow
 from embeddings.models import EmbeddingTask, Provider, TenantRun
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunStatus, TaskState
+from project import embedded
 from tests.factories import make_provider, make_tenant
 from tests.provider_server import containing, hang
 from tests.stage import live_texts, outcome_of, texts
@@ -25,6 +26,15 @@ pytestmark = pytest.mark.both_databases
 def hasty(monkeypatch):
     monkeypatch.setattr(following, "STEP_IN_AFTER_S", 0.05)
     monkeypatch.setattr(following, "_ADVANCE_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def broker_of_its_own(tmp_path, settings, monkeypatch):
+    """A Valkey that no worker of another test listens at; its address in kombu's form."""
+    settings.VAR_DIR, settings.REDIS_URL = tmp_path, embedded.redis_url(tmp_path, {})
+    monkeypatch.setattr(valkey, "_clients", {})
+    with embedded.ensure_valkey(tmp_path):
+        yield embedded.broker_url(tmp_path, {})
 
 
 def hands():
@@ -41,17 +51,16 @@ def test_it_does_everything_itself_where_no_worker_does(stage):
     assert (stage.server.peak_in_flight, hands()) == (1, [])
 
 
-def test_where_nobody_listens_it_steps_in_at_once(stage, monkeypatch):
+def test_where_nobody_listens_it_steps_in_at_once(stage, monkeypatch, broker_of_its_own):
     monkeypatch.setattr(following, "STEP_IN_AFTER_S", 60.0)
     assert doorbell.nobody_listens()
     (run,) = follow([stage.start(stage.repository("a", "alpha"))])
     assert run.status == RunStatus.COMPLETED
 
 
-def test_where_a_worker_may_listen_it_waits_first(stage, monkeypatch):
+def test_where_a_worker_may_listen_it_waits_first(stage, monkeypatch, broker_of_its_own):
     monkeypatch.setattr(following, "STEP_IN_AFTER_S", 0.3)
-    valkey.ensure_server()
-    with current_app.connection_for_read() as connection:
+    with current_app.connection_for_read(url=broker_of_its_own) as connection:
         mailbox = current_app.control.mailbox.Node("w", channel=connection.channel()).listen(callback=print)
         with contextlib.suppress(TimeoutError):
             connection.drain_events(timeout=0.05)

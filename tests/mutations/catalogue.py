@@ -93,9 +93,9 @@ MUTATIONS = (
         "an intermediate busy reply notifies the owner",
         "G4",
         "embeddings/drain.py",
-        "            task_queue.requeue_busy(task, _patience_ms(error), str(error))\n",
+        "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
         "            (self.controls.on_provider_timeout_for(task) or print)(error)\n"
-        "            task_queue.requeue_busy(task, _patience_ms(error), str(error))\n",
+        "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
         (f"{KINDS}::TestG5WhatOpensNothing", CAP_TWO),
     ),
     Mutation(
