@@ -5,6 +5,7 @@ What each waited for is read from the tasks' own times; `LANE_BATCH_MAX_WAIT_MS`
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -98,11 +99,12 @@ def _sweeping(repository: Repository) -> Iterator[TenantRun]:
 
 
 def _latencies(provider: Provider, count: int, pause_s: float) -> tuple[float, ...]:
-    """Milliseconds of so many queries, one after another."""
+    """Milliseconds of so many queries, one after another, each at another moment of the batch that is out."""
+    moments = random.Random(7)
     interactive.embed_texts(provider, ["the first pays for the client"])
     found = []
     for number in range(count):
-        time.sleep(pause_s)
+        time.sleep(pause_s * (0.2 + 1.6 * moments.random()))
         began = time.perf_counter()
         interactive.embed_texts(provider, [f"query {number}"])
         found.append((time.perf_counter() - began) * 1000)
