@@ -114,8 +114,10 @@ class EventReader:
             task.add_done_callback(self._ringing.discard)
 
     async def _run(self) -> None:
+        task = asyncio.current_task()
         try:
-            while True:
+            # The client swallows a cancellation that comes as one of its steps is done.
+            while task is None or not task.cancelling():
                 try:
                     await self._read()
                 except UNREACHABLE as error:

@@ -18,20 +18,21 @@ from embeddings.valkey import TIMEOUT_S, UNREACHABLE, ensure_server
 __all__ = ["UNREACHABLE", "Wire", "connect", "connect_async"]
 
 
-async def connect_async() -> redis.asyncio.Redis:
-    """A client with one connection, for one loop. Raises one of UNREACHABLE."""
+async def connect_async(timeout_s: float | None = TIMEOUT_S) -> redis.asyncio.Redis:
+    """A client with one connection, for one loop; each read and write within `timeout_s`. Raises one of UNREACHABLE."""
     await asyncio.to_thread(ensure_server)
     client = redis.asyncio.Redis.from_url(
         settings.REDIS_URL,
         protocol=2,
-        socket_timeout=TIMEOUT_S,
+        socket_timeout=timeout_s,
         socket_connect_timeout=TIMEOUT_S,
         # Whoever uses a log reconnects by itself, and looks first at what the server has kept.
         retry=AsyncRetry(NoBackoff(), 0),
         single_connection_client=True,
     )
     try:
-        await client.ping()
+        async with asyncio.timeout(TIMEOUT_S):
+            await client.ping()
     except BaseException:
         await client.aclose()
         raise
@@ -50,20 +51,22 @@ class Wire:
 
     @classmethod
     async def open(cls) -> Wire:
-        return cls(await connect_async())
+        return cls(await connect_async(timeout_s=None))
 
     async def send(self, commands: Sequence[tuple[bytes | str | int, ...]]) -> list[Any]:
         """The replies to the commands, sent in one packet; an error reply stands in its place."""
         connection = self._connection
         if connection is None or not connection.is_connected:
             raise redis.ConnectionError("the connection is over")
-        await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
         replies: list[Any] = []
-        for _ in commands:
-            try:
-                replies.append(await connection.read_response())
-            except redis.ResponseError as refused:
-                replies.append(refused)
+        # One timeout for all: the client's own, one for each step, swallow a cancellation that comes as a step is done.
+        async with asyncio.timeout(TIMEOUT_S):
+            await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+            for _ in commands:
+                try:
+                    replies.append(await connection.read_response())
+                except redis.ResponseError as refused:
+                    replies.append(refused)
         return replies
 
     async def close(self) -> None:
