@@ -110,8 +110,10 @@ class EventWriter:
         self._news.discard(log)
 
     async def _run(self) -> None:
+        task = asyncio.current_task()
         try:
-            while True:
+            # The client may swallow a cancel that comes while it reads: it is honoured before the next write.
+            while task is None or not task.cancelling():
                 try:
                     await self._write_news()
                 except UNREACHABLE as error:
