@@ -249,6 +249,9 @@ class TestTheSlotBelongsToTheCall:
         assert slots_taken() == 1
         drain(at.site)
         assert calls_with(at.site.server, "beta") == 0
+        # Long enough for whoever waits for the call to have looked at its task.
+        with pytest.raises(AssertionError, match="the call is broken off"):
+            eventually(lambda: not at.site.server.embedding_calls[0].is_open, 0.8, message="the call is broken off")
         at.gate.release()
         eventually(lambda: calls_with(at.site.server, "beta") == 1)
         assert drive(at.run).status == "cancelled" or outcome_of(at.run, at.other).status == "succeeded"
