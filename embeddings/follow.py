@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from django.db import connection
 
 from embeddings import doorbell, shutdown, sweep, task_queue
-from embeddings.drain import Controls
 from embeddings.durably import durably
 from embeddings.models import TenantRun
 from embeddings.states import RUN_UNFINISHED
@@ -118,11 +117,7 @@ class _StepIn:
             pass
 
     def _drain(self, provider_id: int) -> None:
-        controls = Controls(
-            on_provider_timeout_for=sweep.CONTROLS.on_provider_timeout_for,
-            on_task_ended=sweep.CONTROLS.on_task_ended,
-            should_stop=lambda: self._leave.is_set() or shutdown.requested.is_set(),
-        )
+        controls = replace(sweep.CONTROLS, should_stop=lambda: self._leave.is_set() or shutdown.requested.is_set())
         sweep.drain(provider_id, controls)
 
 

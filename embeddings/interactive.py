@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from django.db import connection
 
 from embeddings import codes, delivery, sweep, task_queue
-from embeddings.drain import Controls
 from embeddings.errors import EmbeddingFailed, TaskExpired, TaskRemoved
 from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider
 from embeddings.states import TaskState
@@ -67,11 +67,7 @@ def _start_drainer(task: EmbeddingTask) -> threading.Thread:
 
 def _drain_until_dispatched(task: EmbeddingTask) -> None:
     still_queued = EmbeddingTask.objects.filter(pk=task.pk, state=TaskState.QUEUED)
-    controls = Controls(
-        on_provider_timeout_for=sweep.CONTROLS.on_provider_timeout_for,
-        on_task_ended=sweep.CONTROLS.on_task_ended,
-        goes_on=still_queued.exists,
-    )
+    controls = replace(sweep.CONTROLS, goes_on=still_queued.exists)
     try:
         sweep.drain(task.provider_id, controls)
     finally:

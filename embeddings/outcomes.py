@@ -6,7 +6,7 @@ import hashlib
 from datetime import datetime, timedelta
 
 from django.db import connection, transaction
-from django.db.models import Count, Exists, F, OuterRef, Q
+from django.db.models import Count, Exists, OuterRef, Q
 from django.utils import timezone
 
 from embeddings import codes, task_queue
@@ -129,10 +129,3 @@ def _jitter(repository: Repository) -> float:
     """0 to 0.1, the same at every time for one repository."""
     digest = hashlib.blake2b(f"repository {repository.pk}".encode(), digest_size=2).digest()
     return int.from_bytes(digest) / 65535 / 10
-
-
-def add_counts(outcome_id: int, **counts: int) -> None:
-    """Adds to an outcome's running counts."""
-    changes = {name: F(name) + by for name, by in counts.items() if by}
-    if changes:
-        RepositoryOutcome.objects.filter(pk=outcome_id).update(**changes)
