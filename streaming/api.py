@@ -12,7 +12,7 @@ from ninja import Router, Status
 from ninja.security import APIKeyQuery
 from pydantic import Field
 
-from embeddings.access import TenantKey, caller
+from embeddings.access import NotFound, TenantKey, caller
 from embeddings.models import Tenant
 from embeddings.registry import KeyScope
 from project.database_threads import in_database, in_waiting_thread
@@ -75,6 +75,13 @@ async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> dict[str, 
         # The lane does not count tokens: the figures are there because clients read them.
         "usage": {"prompt_tokens": 0, "total_tokens": 0},
     }
+
+
+@openai.api_operation(["GET", "POST", "PUT", "PATCH", "DELETE"], "/{path:rest}", include_in_schema=False)
+async def elsewhere(request: HttpRequest, rest: str) -> None:
+    """Whatever else clients call, refused in their own words: some begin with the newest of OpenAI's endpoints."""
+    served = "chat/completions, embeddings and models"
+    raise NotFound(f"There is no {request.method} /v1/{rest[:200]} here. There is: {served}.")
 
 
 class TurnToken(APIKeyQuery):

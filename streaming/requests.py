@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 
 from django.http import HttpRequest
 from ninja import Schema
-from pydantic import ConfigDict, Field, StrictBool
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic_core import PydanticCustomError
 
 # Ours: how the answer is delivered, and what the provider knows nothing of.
 _OWN_FIELDS = frozenset({"model", "stream", "stream_options"})
 _OWN_FIELDS_OF_TURNS = _OWN_FIELDS | {"knowledge", "conversation"}
 CHOICES_MAX = 16
+TEXTS_MAX = 2048
 
 
 class StreamOptions(Schema):
@@ -62,16 +64,31 @@ class NewTurnRequest(ChatParameters):
     conversation: str | None = None
 
 
+def _texts_only(value: Any) -> Any:
+    """The input as it is. A union's own errors would name its members, of which a client knows nothing."""
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, int | list) for text in texts):
+        raise PydanticCustomError(
+            "tokens",
+            "Send texts: tokens are numbers of another model's tokenizer. "
+            "In LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.",
+        )
+    if not 1 <= len(texts) <= TEXTS_MAX or not all(isinstance(text, str) and text for text in texts):
+        raise PydanticCustomError("texts", f"Send a text, or a list of 1 to {TEXTS_MAX} texts, none of them empty.")
+    return value
+
+
 class EmbeddingRequest(Schema):
     """`POST /v1/embeddings`. Texts only: token lists are another model's language."""
 
     model_config = ConfigDict(extra="allow")
 
     model: Annotated[str, Field(min_length=1, max_length=300, strict=True)]
-    input: (
-        Annotated[str, Field(min_length=1, strict=True)]
-        | Annotated[list[Annotated[str, Field(min_length=1, strict=True)]], Field(min_length=1, max_length=2048)]
-    )
+    input: Annotated[
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=TEXTS_MAX)],
+        BeforeValidator(_texts_only),
+    ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 

@@ -163,6 +163,24 @@ def test_embeddings(chat, encoding):
         np.testing.assert_allclose(item.embedding, vector_of(text), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([[9906, 1917], [15]], "check_embedding_ctx_length=False"),
+        ([9906, 1917], "Send texts"),
+        (["one", ""], "none of them empty"),
+        ([], "1 to 2048 texts"),
+        (["one", None], "a list of"),
+    ],
+)
+def test_embeddings_of_anything_but_texts_are_refused_by_the_fields_own_name(chat, texts, said):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat.openai().embeddings.create(model="embed", input=texts)
+    assert refused.value.param == "input"
+    assert said in refused.value.message
+    assert chat.server.calls == []
+
+
 # --- errors, each as the client's own type ----------------------------------------------------------------------------
 def test_an_unknown_and_a_revoked_key(chat):
     with pytest.raises(openai.AuthenticationError) as refused:
@@ -189,6 +207,13 @@ def test_an_unknown_model(chat):
     _, key = issue_key(make_tenant())
     with pytest.raises(openai.NotFoundError):
         ask(chat.openai(api_key=key))
+
+
+def test_an_endpoint_that_is_not_served(chat):
+    with pytest.raises(openai.NotFoundError) as refused:
+        chat.openai().responses.create(model="scripted", input="Why?")
+    assert (refused.value.type, refused.value.code) == ("invalid_request_error", "not_found")
+    assert "There is no POST /v1/responses here" in refused.value.message
 
 
 @pytest.mark.parametrize(
