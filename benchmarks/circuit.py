@@ -8,13 +8,11 @@ short client timeout and are stopped after a while, so that the benchmark ends: 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import material
+from benchmarks.environments import bin_of
 from benchmarks.row import Row
 from benchmarks.stage import scripted_server, worker
 from embeddings import codes, registry, sweep
@@ -47,7 +45,7 @@ def run(database: str) -> list[Row]:
             decimals=0,
         )
     ]
-    pythons = {library: _environment(library, pins) for library, (_, pins) in _LOOPS.items()}
+    pythons = {library: bin_of(library, pins) / "python" for library, (_, pins) in _LOOPS.items()}
     with ThreadPoolExecutor() as pool:
         loops = {library: pool.submit(_loop, python, library) for library, python in pythons.items()}
     for library, (name, pins) in _LOOPS.items():
@@ -78,18 +76,6 @@ def _sweep_of_a_silent_server() -> int:
 def _await_end(run_: TenantRun) -> None:
     unfinished = TenantRun.objects.filter(pk=run_.pk, status__in=RUN_UNFINISHED)
     assert within(lambda: not unfinished.exists(), 60.0), "the run did not end"
-
-
-def _environment(library: str, pins: Sequence[str]) -> Path:
-    """The Python of an environment that has the library; made at the first run, kept for the next."""
-    root = Path(os.environ["BENCH_ENVIRONMENTS"]) / library
-    stamp = root / "installed"
-    if not stamp.exists() or stamp.read_text() != "\n".join(pins):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(root)], check=True)
-        pip = [str(root / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *pins], check=True)
-        stamp.write_text("\n".join(pins))
-    return root / "bin" / "python"
 
 
 def _loop(python: Path, library: str) -> tuple[int, str]:

@@ -1,0 +1,105 @@
+"""`python -m benchmarks.chat_client BASE_URL MODEL STREAMS READER`: streams of one chat server at the same time.
+
+READER is `sdk`, the official client's own loop, or `raw`, which costs so little that the server under it can be seen.
+The key is read from BENCH_CHAT_KEY. Prints one JSON object: what every stream saw, by `chat_server`'s time stamps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from urllib.parse import urlsplit
+
+_STAMP = re.compile(r"@(\d+) ")
+_QUESTION = [{"role": "user", "content": "How does the lane decide?"}]
+
+
+@dataclass
+class Seen:
+    """One stream: seconds to its first text and to its end, each delta's milliseconds on the way, what went wrong."""
+
+    first_s: float | None = None
+    total_s: float = 0.0
+    delays_ms: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def take(self, text: str, began: float) -> None:
+        now = time.monotonic_ns()
+        for stamp in _STAMP.findall(text):
+            self.delays_ms.append(round((now - int(stamp)) / 1e6, 2))
+        if self.delays_ms and self.first_s is None:
+            self.first_s = time.monotonic() - began
+
+
+Texts = Callable[[], AsyncIterator[str]]
+
+
+def main() -> None:
+    base_url, model, streams, reader = sys.argv[1:]
+    key = os.environ.get("BENCH_CHAT_KEY", "none")
+    began = time.monotonic()
+    seen = asyncio.run(_all({"sdk": _sdk, "raw": _raw}[reader](base_url, model, key), int(streams)))
+    print(json.dumps({"seconds": time.monotonic() - began, "streams": [asdict(each) for each in seen]}))
+
+
+async def _all(texts: Texts, streams: int) -> list[Seen]:
+    return await asyncio.gather(*(_one(texts) for _ in range(streams)))
+
+
+async def _one(texts: Texts) -> Seen:
+    seen, began = Seen(), time.monotonic()
+    try:
+        async for text in texts():
+            seen.take(text, began)
+    except Exception as error:  # Whatever it is: it is counted.
+        seen.error = f"{type(error).__name__}: {error}"[:200]
+    seen.total_s = time.monotonic() - began
+    return seen
+
+
+def _sdk(base_url: str, model: str, key: str) -> Texts:
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=600.0)
+
+    async def texts() -> AsyncIterator[str]:
+        stream = await client.chat.completions.create(model=model, messages=_QUESTION, stream=True)  # type: ignore
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                yield chunk.choices[0].delta.content
+
+    return texts
+
+
+def _raw(base_url: str, model: str, key: str) -> Texts:
+    url = urlsplit(base_url)
+    body = json.dumps({"model": model, "messages": _QUESTION, "stream": True})
+    head = (
+        f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+
+    async def texts() -> AsyncIterator[str]:
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write((head + body).encode())
+        text = ""
+        while packet := await reader.read(1 << 16):
+            text += packet.decode()
+            complete, mark, text = text.rpartition("\n")
+            yield complete + mark
+            if "data: [DONE]" in complete:
+                writer.close()
+                return
+        raise EOFError(f"the stream ended without [DONE]: {text[-200:]}")
+
+    return texts
+
+
+if __name__ == "__main__":
+    main()

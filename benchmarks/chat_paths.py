@@ -1,0 +1,145 @@
+"""Ways from an OpenAI client to the benchmarks' chat server: straight, through Sluicegate, through the LiteLLM proxy.
+
+Each is a context manager over processes of its own, as its users would start them: Sluicegate's by the Procfile, the
+proxy's by its own command with as many workers as there are cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from honcho.environ import parse_procfile
+
+from benchmarks.environments import bin_of
+from benchmarks.stage import var_dir
+from embeddings import registry
+from embeddings.models import Tenant
+from project.processes import CHECKOUT, background, within
+
+LITELLM = "litellm[proxy]==1.108.7"
+_READY_S = 90.0
+_CLIENT_S = 200.0
+_MASTER_KEY = "sk-bench"
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class ChatPath:
+    """Where a client finds the way, and the processes it leads through."""
+
+    name: str
+    base_url: str
+    model: str
+    key: str
+    processes: tuple[psutil.Process, ...] = ()
+
+    def stream(self, streams: int, reader: str) -> dict[str, Any]:
+        """So many streams at the same time, by a client in a process of its own: what `chat_client` prints."""
+        words = [sys.executable, "-m", "benchmarks.chat_client", self.base_url, self.model, str(streams), reader]
+        done = subprocess.run(
+            words,
+            cwd=CHECKOUT,
+            env=os.environ | {"BENCH_CHAT_KEY": self.key},
+            capture_output=True,
+            check=True,
+            timeout=_CLIENT_S,
+        )
+        return dict(json.loads(done.stdout))
+
+
+@contextlib.contextmanager
+def chat_server(chunks: int, interval: float = 0.0) -> Iterator[str]:
+    """The root URL of `benchmarks.chat_server`."""
+    log = var_dir() / f"chat-server-{next(_numbers)}.log"
+    words = [sys.executable, "-m", "benchmarks.chat_server", "--chunks", str(chunks), "--interval", str(interval)]
+    with background(words, os.environ, log):
+        assert within(lambda: log.read_bytes().endswith(b"\n"), _READY_S), log.read_text()
+        yield log.read_text().split()[-1]
+
+
+def straight(server: str) -> contextlib.AbstractContextManager[ChatPath]:
+    return contextlib.nullcontext(ChatPath("straight", f"{server}/v1", "bench", "none"))
+
+
+@contextlib.contextmanager
+def sluicegate(server: str) -> Iterator[ChatPath]:
+    """Web and chat worker as the Procfile starts them, a tenant, its key."""
+    values = {"kind": "openai-compatible", "base_url": f"{server}/v1", "chat_model": "bench"}
+    number = next(_numbers)
+    provider = registry.set_provider(f"chat-{number}", values).provider
+    _, key = registry.issue_key(Tenant.objects.create(slug=f"chat-{number}", chat_provider=provider))
+    port = _unused_port()
+    with _procfile("web", SLUICEGATE_PORT=str(port)) as web, _procfile("chat") as worker:
+        path = ChatPath("Sluicegate", f"http://127.0.0.1:{port}/v1", "bench", key, (web, worker))
+        _await_ready(path)
+        yield path
+
+
+@contextlib.contextmanager
+def litellm(server: str) -> Iterator[ChatPath]:
+    """The LiteLLM proxy in an environment of its own, told to say as little as it can."""
+    program = bin_of("litellm", [LITELLM]) / "litellm"
+    config, port = var_dir() / "litellm.json", _unused_port()
+    target = {"model": "openai/bench", "api_base": f"{server}/v1", "api_key": "none"}
+    settings = {
+        "model_list": [{"model_name": "bench", "litellm_params": target}],
+        "general_settings": {"master_key": _MASTER_KEY},
+        "litellm_settings": {"num_retries": 0, "telemetry": False},
+    }
+    config.write_text(json.dumps(settings))
+    log = var_dir() / f"litellm-{next(_numbers)}.log"
+    words = [str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+    environ = os.environ | {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    with background([*words, "--num_workers", str(os.cpu_count())], environ, log) as process:
+        path = ChatPath("LiteLLM", f"http://127.0.0.1:{port}/v1", "bench", _MASTER_KEY, (psutil.Process(process.pid),))
+        _await_ready(path)
+        yield path
+
+
+@contextlib.contextmanager
+def _procfile(name: str, **environ: str) -> Iterator[psutil.Process]:
+    command = parse_procfile_line(name)
+    log = var_dir() / f"{name}-{next(_numbers)}.log"
+    with background(["sh", "-c", f"exec {command}"], os.environ | environ, log) as process:
+        yield psutil.Process(process.pid)
+
+
+def parse_procfile_line(name: str) -> str:
+    """The command of a process of the Procfile."""
+    processes: Mapping[str, str] = parse_procfile((CHECKOUT / "Procfile").read_text()).processes
+    return processes[name]
+
+
+def _await_ready(path: ChatPath) -> None:
+    """Until an answer has come through it: everything is imported, every pool is warm."""
+    assert within(lambda: _answers(path), _READY_S), f"{path.name} does not answer"
+    deadline = time.monotonic() + _READY_S
+    while any(stream["error"] for stream in path.stream(4, "raw")["streams"]):
+        assert time.monotonic() < deadline, f"{path.name} does not stream"
+
+
+def _answers(path: ChatPath) -> bool:
+    request = urllib.request.Request(f"{path.base_url}/models", headers={"Authorization": f"Bearer {path.key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _unused_port() -> int:
+    from tests.provider_server import unused_port
+
+    return unused_port()

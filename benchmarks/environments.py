@@ -1,0 +1,21 @@
+"""Environments of their own for what is measured beside Sluicegate: made at the first run, kept for the next."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def bin_of(name: str, pins: Sequence[str]) -> Path:
+    """The directory of the programs of an environment that has these packages."""
+    root = Path(os.environ["BENCH_ENVIRONMENTS"]) / name
+    stamp = root / "installed"
+    if not stamp.exists() or stamp.read_text() != "\n".join(pins):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(root)], check=True)
+        pip = [str(root / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *pins], check=True)
+        stamp.write_text("\n".join(pins))
+    return root / "bin"
