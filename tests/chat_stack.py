@@ -167,10 +167,10 @@ def chat_stack(django_db_setup: None) -> Iterator[ChatStack]:
 
 @dataclass
 class Chat:
-    """One test's part of the stack: its model server, provider, tenant, key."""
+    """One test's part of the stack: its scripted model server (None where a real one answers), provider, tenant, key."""
 
     stack: ChatStack
-    server: ProviderServer
+    server: ProviderServer | None
     provider: Provider
     tenant: Tenant
     key: str
@@ -269,7 +269,7 @@ def in_thread(call: Any, *arguments: Any) -> Any:
 @pytest.fixture
 def chat(transactional_db: None, chat_stack: ChatStack) -> Iterator[Chat]:
     """A tenant whose chat and embedding provider is a scripted server, with budgets in hundreds of milliseconds."""
-    with ProviderServer() as server, contextlib.ExitStack() as ending:
+    with ProviderServer() as server:
         provider = make_provider(
             base_url=server.openai_url,
             chat_model="scripted",
@@ -277,11 +277,20 @@ def chat(transactional_db: None, chat_stack: ChatStack) -> Iterator[Chat]:
             stream_idle_timeout_ms=600,
             query_timeout_ms=5_000,
         )
-        tenant = make_tenant(embedding_provider=provider, chat_provider=provider)
-        _, key = issue_key(tenant)
-        yield Chat(chat_stack, server, provider, tenant, key, ending)
-        server.stop()
-        chat_stack.restore()
+        with chat_at(chat_stack, provider, server) as chat:
+            yield chat
+
+
+@contextlib.contextmanager
+def chat_at(stack: ChatStack, provider: Provider, server: ProviderServer | None = None) -> Iterator[Chat]:
+    """A tenant of the provider with a key. Leaves no turn unfinished, and no process ended."""
+    tenant = make_tenant(embedding_provider=provider, chat_provider=provider)
+    _, key = issue_key(tenant)
+    with contextlib.ExitStack() as ending:
+        yield Chat(stack, server, provider, tenant, key, ending)
+        if server is not None:
+            server.stop()
+        stack.restore()
         eventually(
             lambda: not ChatTurn.objects.filter(state__in=TURN_UNFINISHED).exists(),
             message="no turn is left unfinished",
