@@ -264,13 +264,16 @@ def other_keys(chat, count):
 
 
 def test_its_twin_a_queue_that_is_longer_than_the_request_budget_is_a_timeout(local, server):
-    """llama.cpp sends its headers with the first token: whoever queues there waits for headers."""
+    """llama.cpp sends its headers with the first token: whoever queues there waits for headers.
+
+    What was given up in its queue never takes a slot: those requests would be endless too.
+    """
     turns = [local.take("What is git?", **ENDLESS)["id"] for _ in range(SLOTS)]
     eventually(lambda: busy(server) == SLOTS, message="every slot is taken")
     local.provider.request_timeout_ms = 300
     local.provider.save()
     with pytest.raises(openai.InternalServerError) as refused:
-        ask(local.openai())
+        ask(local.openai(), extra_body=ENDLESS)
     assert refused.value.status_code == 504
     late = ChatTurn.objects.exclude(public_id__in=turns).get()
     assert attempts_of(late) == [("transport_error", "headers_timeout")] * 3
@@ -281,7 +284,7 @@ def test_its_twin_a_queue_that_is_longer_than_the_request_budget_is_a_timeout(lo
         for turn in turns:
             client.post(f"/api/chat/turns/{turn}/cancel")
     assert waiting().choices[0].message.content
-    eventually(lambda: busy(server) == 0, message="every slot is free")
+    eventually(lambda: busy(server) == 0, timeout=1.0, message="every slot is free")
     assert {local.wait_ended(turn).state for turn in turns} == {TurnState.CANCELLED}
 
 
