@@ -46,6 +46,12 @@ def interrupt(run_id: int) -> bool:
     return True
 
 
+def abandoned_runs() -> list[TenantRun]:
+    """The unfinished runs that nobody attends, newest first."""
+    unattended = TenantRun.objects.filter(status__in=RUN_UNFINISHED, alive_until__lt=Now()).select_related("provider")
+    return [run for run in unattended if _is_abandoned(run.pk)]
+
+
 def runs_holding(repositories: Sequence[Repository]) -> list[int]:
     """The unfinished runs that have one of these repositories."""
     busy = RepositoryOutcome.objects.filter(repository__in=repositories, status__in=OUTCOME_UNFINISHED)

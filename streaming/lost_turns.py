@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 import redis
-from celery import current_app
 from django.conf import settings
 from django.db.models.functions import Now
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 from redis.exceptions import ResponseError
 
+from embeddings import workers
 from streaming import codes, events
 from streaming import turn as verbs
 from streaming.answer import Answer
@@ -36,7 +36,7 @@ NO_WORKER = Ending(
     TurnState.INTERRUPTED,
     codes.NO_WORKER,
     "no_worker",
-    detail="No worker takes chat turns: start one with `celery -A project worker --queues chat --pool threads`.",
+    detail=f"No worker takes chat turns: start one with `{workers.START['chat']}`.",
 )
 # A log that is away this long after the lease ran out is not waited for: the turn ends without its text.
 LOG_PATIENCE = timedelta(seconds=60)
@@ -176,12 +176,7 @@ def _works_now() -> bool:
 
 def _ask() -> bool | None:
     try:
-        return any(_consumed_within(seconds) for seconds in _ASK_S)
+        return any(workers.takers("chat", seconds) for seconds in _ASK_S)
     except (*UNREACHABLE, OperationalError) as error:
         logger.warning("the broker cannot be asked for workers: %s", type(error).__name__)
         return None
-
-
-def _consumed_within(seconds: float) -> bool:
-    queues = current_app.control.inspect(timeout=seconds).active_queues() or {}
-    return any(queue.get("name") == "chat" for consumed in queues.values() for queue in consumed)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 
 from django.conf import settings
-from django.db.models import Count, Min, Q, QuerySet, Sum
+from django.db.models import Count, Q, QuerySet, Sum
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
@@ -17,7 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from embeddings.models import EmbeddingTask, Provider, RunCircuit, TenantRun
+from embeddings.facts import tasks_in
+from embeddings.models import Provider, RunCircuit, TenantRun
 from embeddings.states import CircuitState, RunStatus, TaskPriority, TaskState
 from project.database_threads import in_database
 from streaming.models import ChatAttempt, ChatTurn
@@ -115,8 +115,8 @@ def _lane() -> Iterable[Metric]:
     )
     busy = GaugeMetricFamily("sluicegate_lane_dispatched", "Embedding tasks at their provider.", labels=["provider"])
     now = timezone.now()
-    queued = _per_provider(TaskState.QUEUED)
-    dispatched = _per_provider(TaskState.DISPATCHED)
+    queued = tasks_in(TaskState.QUEUED)
+    dispatched = tasks_in(TaskState.DISPATCHED)
     for provider, name in Provider.objects.order_by("name").values_list("pk", "name"):
         for priority in TaskPriority:
             number, oldest = queued.get((provider, priority), (0, None))
@@ -124,14 +124,6 @@ def _lane() -> Iterable[Metric]:
             wait.add_metric([name, priority.name.lower()], (now - oldest).total_seconds() if oldest else 0.0)
         busy.add_metric([name], sum(dispatched.get((provider, priority), (0, None))[0] for priority in TaskPriority))
     return [depth, wait, busy]
-
-
-def _per_provider(state: TaskState) -> dict[tuple[int, int], tuple[int, datetime]]:
-    rows = EmbeddingTask.objects.filter(state=state).order_by().values_list("provider", "priority")
-    return {
-        (provider, priority): (number, oldest)
-        for provider, priority, number, oldest in rows.annotate(Count("pk"), Min("queued_at"))
-    }
 
 
 def _runs() -> Iterable[Metric]:

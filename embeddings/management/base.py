@@ -136,6 +136,12 @@ def refuse(parser: CommandParser, message: str) -> NoReturn:
     raise CommandError(line, returncode=USAGE)
 
 
+def migrations_missing() -> int:
+    """How many migrations the database has still to take. Raises DatabaseError where it is away."""
+    executor = MigrationExecutor(connection)
+    return len(executor.migration_plan(executor.loader.graph.leaf_nodes()))
+
+
 def _plain(value: object) -> str:
     """A moment in ISO 8601; anything else that JSON has no form for, as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)
@@ -144,8 +150,7 @@ def _plain(value: object) -> str:
 def _database_refusal(error: DatabaseError) -> Exception:
     """One line where the tables are not there yet or the database is away; otherwise the error itself."""
     try:
-        executor = MigrationExecutor(connection)
-        missing = executor.migration_plan(executor.loader.graph.leaf_nodes())
+        missing = migrations_missing()
     except DatabaseError as unreachable:
         reason = printable(str(unreachable).strip().splitlines()[0])
         return Refused(f"the database cannot be used: {reason}", returncode=USAGE)

@@ -89,6 +89,9 @@ def _plain_lines(table: Table, rows: list[list[str]]) -> list[str]:
 
 
 _STYLES = {
+    "ok": "green",
+    "warning": "yellow",
+    "error": "red",
     "succeeded": "green",
     "unchanged": "green",
     "completed": "green",

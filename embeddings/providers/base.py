@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Sent where no key is configured: an SDK left without one looks for keys of its own in the environment.
 NO_KEY = "not-needed"
 ERROR_BODY_MAX = 300
+# What only asks whether a server is there does not wait as a call does.
+LIST_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class EmbeddingProvider(Protocol):
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
         """Sends the texts. Raises ProviderTimeoutError or a ProviderError, each with its count of HTTP requests."""
+        ...
+
+    async def model_names(self) -> list[str]:
+        """The models that the server lists, as it names them. Raises as `embed` does, within `LIST_DEADLINE_S`."""
         ...
 
     def decode(self, reply: RawReply, expected: int, dimensions: int | None) -> np.ndarray:

@@ -7,7 +7,7 @@ flight when one of them times out; the timeout notifies nobody and opens no circ
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -21,7 +21,7 @@ from embeddings.errors import (
     ProviderUnauthorized,
     ReplyRefused,
 )
-from embeddings.providers.base import NO_KEY, EmbeddingCall, RawReply, api_key, scrubbed
+from embeddings.providers.base import LIST_DEADLINE_S, NO_KEY, EmbeddingCall, RawReply, api_key, scrubbed
 from embeddings.providers.replies import bind, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.providers.transport import (
@@ -29,6 +29,7 @@ from embeddings.providers.transport import (
     of_transport,
     post_json,
     retry_after_ms,
+    timeouts,
     watch_departure,
     within_deadline,
 )
@@ -77,6 +78,13 @@ class GeminiProvider:
             calls += reply.calls
         return RawReply(b"[" + b",".join(bodies) + b"]", calls)
 
+    async def model_names(self) -> list[str]:
+        """Those of the service's first page, which holds a thousand."""
+        url, headers = f"{self._base_url}/models?pageSize=1000", {"x-goog-api-key": self._key}
+        got = self._client.get(url, headers=headers, timeout=timeouts(LIST_DEADLINE_S))
+        models = listed(await self._answer(got, LIST_DEADLINE_S), "models", self._key)
+        return [str(model["name"]) for model in models if isinstance(model, dict) and "name" in model]
+
     def decode(self, reply: RawReply, expected: int, dimensions: int | None) -> np.ndarray:
         vectors: list[Any] = []
         for part in listed(reply.body, None, self._key):
@@ -95,10 +103,13 @@ class GeminiProvider:
         requests = [{"model": f"models/{model}", "content": {"parts": [{"text": text}]}} for text in texts]
         url = f"{self._base_url}/models/{quote(model, safe='')}:batchEmbedContents"
         posted = post_json(self._client, url, {"requests": requests}, {"x-goog-api-key": self._key}, call.deadline_s)
+        return await self._answer(posted, call.deadline_s)
+
+    async def _answer(self, request: Coroutine[Any, Any, httpx2.Response], deadline_s: float) -> bytes:
         try:
-            response = await within_deadline(posted, call.deadline_s, ProviderTimeoutError)
+            response = await within_deadline(request, deadline_s, ProviderTimeoutError)
         except httpx2.RequestError as error:
-            raise of_transport(error, call.deadline_s, ProviderTimeoutError) from error
+            raise of_transport(error, deadline_s, ProviderTimeoutError) from error
         if response.status_code != httpx2.codes.OK:
             raise self._of_status(response)
         return response.content

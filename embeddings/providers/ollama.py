@@ -12,7 +12,7 @@ import httpx2
 import numpy as np
 
 from embeddings.errors import ModelNotLoaded, ProviderError, ReplyRefused
-from embeddings.providers.base import EmbeddingCall, RawReply, api_key, bearer, scrubbed
+from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, api_key, bearer, scrubbed
 from embeddings.providers.replies import bind, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.providers.transport import (
@@ -29,7 +29,6 @@ from embeddings.timeouts import ProviderTimeoutError
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-HEALTH_DEADLINE_S = 5.0
 # The server wordings that say a model could not be loaded, by status; all words of a row must be there.
 _NOT_LOADED_WORDS: dict[int, tuple[tuple[str, ...], ...]] = {
     500: (("model failed to load",), ("llama runner process has terminated",)),
@@ -63,7 +62,7 @@ class OllamaProvider:
         return str((await self._get("/api/version")).get("version", ""))
 
     async def model_names(self) -> list[str]:
-        """The models that the server has pulled, as it names them. Raises as `embed` does."""
+        """Those that the server has pulled."""
         models = (await self._get("/api/tags")).get("models", [])
         return [str(model["name"]) for model in models if isinstance(model, dict) and "name" in model]
 
@@ -80,13 +79,11 @@ class OllamaProvider:
         return response.content
 
     async def _get(self, path: str) -> dict[str, Any]:
-        got = self._client.get(
-            f"{self._base_url}{path}", headers=bearer(self._key), timeout=timeouts(HEALTH_DEADLINE_S)
-        )
+        got = self._client.get(f"{self._base_url}{path}", headers=bearer(self._key), timeout=timeouts(LIST_DEADLINE_S))
         try:
-            response = await within_deadline(got, HEALTH_DEADLINE_S, ProviderTimeoutError)
+            response = await within_deadline(got, LIST_DEADLINE_S, ProviderTimeoutError)
         except httpx2.RequestError as error:
-            raise of_transport(error, HEALTH_DEADLINE_S, ProviderTimeoutError) from error
+            raise of_transport(error, LIST_DEADLINE_S, ProviderTimeoutError) from error
         if response.status_code != httpx2.codes.OK:
             raise self._of_status(response)
         try:

@@ -7,6 +7,7 @@ The SDK's retries are off: a retry of ours is a decision, counted and bounded (`
 from __future__ import annotations
 
 import json
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx2
@@ -14,7 +15,7 @@ import numpy as np
 import openai
 
 from embeddings.errors import ModelNotLoaded, ProviderError, TextRefused
-from embeddings.providers.base import EmbeddingCall, RawReply, api_key, scrubbed
+from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, api_key, scrubbed
 from embeddings.providers.replies import bind, in_order, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.providers.transport import (
@@ -78,13 +79,26 @@ class OpenAICompatibleProvider:
         items = listed(reply.body, "data", self._key)
         return bind(in_order(items, expected), expected, dimensions)
 
+    async def model_names(self) -> list[str]:
+        body = await self._answer(self._get("/models"), LIST_DEADLINE_S)
+        return [
+            str(model["id"]) for model in listed(body, "data", self._key) if isinstance(model, dict) and "id" in model
+        ]
+
     async def _request(self, call: EmbeddingCall) -> bytes:
+        return await self._answer(self._post(call), call.deadline_s)
+
+    async def _answer(self, request: Coroutine[Any, Any, bytes], deadline_s: float) -> bytes:
         try:
-            return await within_deadline(self._post(call), call.deadline_s, OpenAICompatibleRequestTimeout)
+            return await within_deadline(request, deadline_s, OpenAICompatibleRequestTimeout)
         except openai.APIStatusError as error:
             raise self._of_status(error) from error
         except (openai.APIConnectionError, httpx2.RequestError) as error:
-            raise of_transport(error, call.deadline_s, OpenAICompatibleRequestTimeout) from error
+            raise of_transport(error, deadline_s, OpenAICompatibleRequestTimeout) from error
+
+    async def _get(self, path: str) -> bytes:
+        response = await self._client.get(path, cast_to=httpx2.Response, options={"timeout": timeouts(LIST_DEADLINE_S)})
+        return response.content
 
     async def _post(self, call: EmbeddingCall) -> bytes:
         body: dict[str, Any] = {"model": call.model, "input": list(call.texts), **self._format.parameters()}

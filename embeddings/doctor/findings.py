@@ -1,0 +1,81 @@
+"""What a check finds, and how checks are run: at once, each bounded in time, none able to spoil another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from django.db import connections
+
+BOUND_S = 3.0
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. `advice` is what to do: words, or a command as it is typed."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is looked at, and for how long at most. `look` may find several things, or nothing worth a line."""
+
+    name: str
+    look: Callable[[], Iterable[Finding]]
+    bound_s: float = BOUND_S
+
+
+def ok(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, Status.OK, detail, advice)
+
+
+def warning(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, Status.WARNING, detail, advice)
+
+
+def error(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, Status.ERROR, detail, advice)
+
+
+def examine(checks: Sequence[Check]) -> list[Finding]:
+    """What the checks find, in their order. One that raises, or does not end, is an error by its name."""
+    examinations = [_Examination(check) for check in checks]
+    return [finding for examination in examinations for finding in examination.findings()]
+
+
+class _Examination:
+    """One check in a thread of its own: a driver that hangs cannot be interrupted, only left behind."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+        self._found: list[Finding] = []
+        self._deadline = time.monotonic() + check.bound_s
+        self._thread = threading.Thread(target=self._look, name=f"doctor-{check.name}", daemon=True)
+        self._thread.start()
+
+    def findings(self) -> list[Finding]:
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if self._thread.is_alive():
+            return [error(self._check.name, f"no answer within {self._check.bound_s:g} s")]
+        return self._found
+
+    def _look(self) -> None:
+        try:
+            self._found = list(self._check.look())
+        except Exception as raised:  # Whatever is broken here, the other checks are still to be read.
+            self._found = [error(self._check.name, f"could not be looked at: {type(raised).__name__}")]
+        finally:
+            connections.close_all()

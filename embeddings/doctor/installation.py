@@ -1,0 +1,107 @@
+"""The ground that everything stands on: settings, the database, the folder on disk, git."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+from django.conf import settings
+from django.core.checks import CheckMessage, run_checks
+from django.core.checks import messages as levels
+from django.db import DatabaseError, connection
+
+from embeddings.checks import sqlite_is_new_enough
+from embeddings.doctor.findings import Check, Finding, Status, error, ok, warning
+from embeddings.doctor.valkey import valkey_address
+from embeddings.management.base import migrations_missing
+from embeddings.management.rendering import printable
+
+_GIB = 1024**3
+FREE_LEAST, FREE_WANTED = _GIB // 10, _GIB
+_GIT_TIMEOUT_S = 2.0
+
+
+def _settings() -> Iterable[Finding]:
+    """Where things are, and the system checks. No value that may be a secret is named."""
+    places = f"VAR_DIR {settings.VAR_DIR}, database {_database_address()}, Valkey {valkey_address()}"
+    yield ok("settings", f"{places}, DEBUG {'on' if settings.DEBUG else 'off'}")
+    for message in [*run_checks(), *sqlite_is_new_enough(None)]:
+        if not message.is_silenced():
+            yield _of_system_check(message)
+
+
+def _of_system_check(message: CheckMessage) -> Finding:
+    status = Status.ERROR if message.level >= levels.ERROR else Status.WARNING
+    return Finding(message.id or "settings", status, str(message.msg), message.hint or "")
+
+
+def _database_address() -> str:
+    database: dict[str, Any] = connection.settings_dict
+    if connection.vendor == "sqlite":
+        return f"SQLite at {database['NAME']}"
+    port = f":{database['PORT']}" if database["PORT"] else ""
+    return f"PostgreSQL {database['NAME']} at {database['HOST'] or 'a local socket'}{port}"
+
+
+def _database() -> Iterable[Finding]:
+    """Reachable, with its vector search, and migrated."""
+    try:
+        connection.ensure_connection()
+    except DatabaseError as raised:
+        reason = printable(str(raised).strip().splitlines()[0])
+        yield error("database", f"cannot be used: {reason}", "start it, or correct DATABASE_URL")
+        return
+    yield _vector_search()
+    missing = migrations_missing()
+    if missing:
+        yield error("database", f"answers; {missing} migrations are to be applied", "manage.py migrate")
+    else:
+        yield ok("database", "answers; every migration is applied")
+
+
+def _vector_search() -> Finding:
+    if connection.vendor == "sqlite":
+        return ok("vector search", f"in this process's memory, up to {settings.SEARCH_CACHE_BYTES} bytes")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT installed_version FROM pg_available_extensions WHERE name = 'vector'")
+        found = cursor.fetchone()
+    if found is None:
+        return error("vector search", "this PostgreSQL server has no pgvector", "install pgvector on it")
+    if found[0] is None:
+        return warning("vector search", "pgvector is there, and not yet made in this database", "manage.py migrate")
+    return ok("vector search", f"pgvector {found[0]}")
+
+
+def _var_dir() -> Iterable[Finding]:
+    """Writable, with room left."""
+    try:
+        with tempfile.TemporaryFile(dir=settings.VAR_DIR) as probe:
+            probe.write(b"doctor")
+    except OSError as raised:
+        yield error("VAR_DIR", f"{settings.VAR_DIR} cannot be written: {raised.strerror}", "free it, or set another")
+        return
+    free = shutil.disk_usage(settings.VAR_DIR).free
+    detail = f"{settings.VAR_DIR} can be written, {free / _GIB:.1f} GiB are free"
+    if free < FREE_WANTED:
+        status = Status.ERROR if free < FREE_LEAST else Status.WARNING
+        yield Finding("VAR_DIR", status, detail, "make room on its disk")
+    else:
+        yield ok("VAR_DIR", detail)
+
+
+def _git() -> Iterable[Finding]:
+    try:
+        said = subprocess.run(["git", "--version"], capture_output=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as raised:
+        yield error("git", f"cannot be run: {type(raised).__name__}", "install git where sweeps run, on their PATH")
+        return
+    yield ok("git", printable(said.stdout.decode("utf-8", "replace").strip()))
+
+
+SETTINGS = Check("settings", _settings)
+DATABASE = Check("database", _database)
+VAR_DIR = Check("VAR_DIR", _var_dir)
+GIT = Check("git", _git)

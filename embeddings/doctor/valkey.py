@@ -1,0 +1,65 @@
+"""Valkey or Redis, and the workers that are reached through it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from django.conf import settings
+
+from embeddings import doorbell, valkey, workers
+from embeddings.doctor.findings import Check, Finding, Status, error, ok
+from project.embedded import EmbeddedValkeyError, valkey_socket
+
+# Asked twice before the answer is nobody: a busy machine may be late once.
+_ASK_S = (1.0, 2.0)
+
+
+def valkey_address() -> str:
+    """Where it is, without a password."""
+    if settings.EMBEDDED_VALKEY:
+        return f"embedded at {valkey_socket(settings.VAR_DIR)}"
+    url = urlsplit(settings.REDIS_URL)
+    port = f":{url.port}" if url.port else ""
+    return f"{url.scheme}://{url.hostname or ''}{port}{url.path}"
+
+
+def _valkey() -> Iterable[Finding]:
+    """Answers: the embedded one is started by whoever needs it, so it is started here as well."""
+    try:
+        valkey.client().ping()
+    except EmbeddedValkeyError as raised:
+        yield error("valkey", str(raised), f"look at {settings.VAR_DIR / 'valkey' / 'valkey.log'}")
+    except valkey.UNREACHABLE as raised:
+        detail = f"{valkey_address()} does not answer: {type(raised).__name__}"
+        yield error("valkey", detail, "start it, or correct REDIS_URL")
+    else:
+        yield ok("valkey", "answers: broker, event logs, waiting callers")
+
+
+def _queues() -> Iterable[Finding]:
+    """Who takes each queue. Where Valkey is embedded and no worker runs at all, commands do the work themselves."""
+    found = _takers()
+    is_missed = bool(found) or not settings.EMBEDDED_VALKEY
+    for queue in workers.queues():
+        if found[queue]:
+            yield ok(f"queue {queue}", f"{found[queue]} {'worker takes' if found[queue] == 1 else 'workers take'} it")
+        else:
+            status = Status.ERROR if is_missed else Status.WARNING
+            yield Finding(f"queue {queue}", status, "no worker takes it", workers.START.get(queue, ""))
+
+
+def _takers() -> Counter[str]:
+    found: Counter[str] = Counter()
+    if doorbell.nobody_listens():
+        return found
+    for seconds in _ASK_S:
+        found = workers.takers_by_queue(seconds)
+        if all(found[queue] for queue in workers.queues()):
+            break
+    return found
+
+
+VALKEY = Check("valkey", _valkey)
+QUEUES = Check("queues", _queues, bound_s=sum(_ASK_S) + 2.0)
