@@ -8,18 +8,19 @@ from __future__ import annotations
 import socket as sockets
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import cache
-from typing import Any
 
 import httpx2
 
+from embeddings.providers.handshakes import Handshakes
 from embeddings.timeouts import ETIMEDOUT
 from streaming.errors import ChatStreamError, ProtocolError, TransportError
 from streaming.retry import causes, first_transport_code
 
 ERROR_BODY_MAX_BYTES = 64 * 1024
 _ECONNRESET = "ECONNRESET"
+_READABLE = frozenset({"", "identity", "gzip", "deflate"})
 _KINDS = {"ECONNREFUSED": "connection_refused", ETIMEDOUT: "connection_timeout"}
 
 
@@ -66,6 +67,12 @@ def shut_down(response: httpx2.Response) -> None:
             socket.shutdown(sockets.SHUT_RDWR)
 
 
+def unreadable_encoding(response: httpx2.Response) -> str:
+    """The content encoding where we cannot undo it, else empty. None was asked for; the common ones are undone."""
+    named = response.headers.get("content-encoding", "").lower()
+    return "" if {name.strip() for name in named.split(",")} <= _READABLE else named
+
+
 async def read_prefix(response: httpx2.Response, limit_bytes: int) -> bytes:
     """The first bytes of a body."""
     prefix = b""
@@ -83,29 +90,37 @@ def _tls() -> ssl.SSLContext:
 
 
 class _BoundedErrors(httpx2.AsyncHTTPTransport):
-    """Cuts the body of an error reply: the SDK reads it whole."""
+    """Cuts the body of an error reply, decoded: the SDK reads it whole, and believes any charset."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        request.extensions["trace"] = Handshakes()
         response = await super().handle_async_request(request)
-        if not 200 <= response.status_code < 300:
-            response.stream = _Cut(response.stream)
-        return response
+        if 200 <= response.status_code < 300:
+            return response
+        headers = httpx2.Headers([*response.headers.multi_items()])
+        for name in ("content-encoding", "content-length", "content-type"):
+            headers.pop(name, None)
+        return httpx2.Response(
+            response.status_code, headers=headers, stream=_Cut(response), extensions=response.extensions
+        )
 
 
 class _Cut(httpx2.AsyncByteStream):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    """The first bytes of an error reply's body; none where its encoding cannot be read: the status says enough."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        left = ERROR_BODY_MAX_BYTES
-        async for part in self._stream:
-            yield part[:left]
-            left -= len(part)
-            if left <= 0:
-                return
+        left = 0 if unreadable_encoding(self._response) else ERROR_BODY_MAX_BYTES
+        async with aclosing(self._response.aiter_bytes()) as parts:
+            with suppress(httpx2.DecodingError):
+                while left > 0 and (part := await anext(parts, b"")):
+                    yield part[:left]
+                    left -= len(part)
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
+        await self._response.aclose()
 
 
 def _any(chain: list[BaseException], *types: type[BaseException]) -> bool:

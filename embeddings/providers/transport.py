@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx2
 
 from embeddings.errors import OwnTimeout, ProviderUnreachable, ReplyRefused
+from embeddings.providers.handshakes import Handshakes
 from embeddings.timeouts import ETIMEDOUT, ProviderTimeoutError
 
 if TYPE_CHECKING:
@@ -171,9 +172,11 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         self._out += 1
         self.nobody_out.clear()
         try:
+            trace = Handshakes()
             if departing := _departing.get():
                 await departing.let_go()
-                request.extensions["trace"] = _note_departure(departing.left)
+                trace = Handshakes(_note_departure(departing.left))
+            request.extensions["trace"] = trace
             response = await super().handle_async_request(request)
         except BaseException:
             self._one_is_back()
@@ -208,9 +211,9 @@ class _BoundedStream(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-def _note_departure(left: Event) -> Any:
-    async def trace(event: str, _: Any) -> None:
+def _note_departure(left: Event) -> Callable[[str], None]:
+    def note(event: str) -> None:
         if event.endswith("send_request_body.complete"):
             left.set()
 
-    return trace
+    return note
