@@ -40,9 +40,15 @@ def _joined_calls(first: Any, second: Any) -> Delta | None:
 
 def merged_logprobs(first: Any, second: Any) -> Any:
     """The token lists of two deltas, one after the other; None where neither has any."""
-    if not first or not second:
-        return first or second
-    return {name: (first.get(name) or []) + (second.get(name) or []) for name in {**first, **second}}
+    lists = [_token_lists(each) for each in (first, second)]
+    names = dict.fromkeys(name for each in lists for name in each)
+    return {name: [token for each in lists for token in each.get(name, [])] for name in names} or None
+
+
+def _token_lists(logprobs: Any) -> dict[str, list[Any]]:
+    """Without what is no list: nothing could stand beside it."""
+    found = logprobs if isinstance(logprobs, dict) else {}
+    return {name: tokens for name, tokens in found.items() if isinstance(tokens, list)}
 
 
 class Answer:

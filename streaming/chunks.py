@@ -6,27 +6,29 @@ does not. Each delta carries the provider's own objects, so that whatever else t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from streaming.errors import ProtocolError, ProviderFrameError, StreamTruncatedError
+from streaming import strict_json
+from streaming.error_frames import ERROR_FINISHES, Json, finish_error, frame_error, is_error_frame
+from streaming.errors import ProtocolError, StreamTruncatedError
 from streaming.sse_decoder import IncompleteSseEvent, SseEvent
-
-Json = dict[str, Any]
+from streaming.tool_calls import ToolCalls, says_something
 
 # An answer has at most 128 choices; an endless supply of new ones must not fill our memory.
 MOST_CHOICES = 128
-_ERROR_FINISHES = frozenset({"error", "error_finish"})
+# Written by servers that have no null.
+_NO_FINISHES = frozenset({"", "null", "none", "None"})
 
 
 @dataclass(slots=True)
 class ChatDelta:
     """What one chunk added to one choice: never nothing.
 
-    `choice` and `chunk` are the provider's own objects: log probabilities, ids and a legacy `function_call` stand in
-    them alone. `is_plain` says that there is nothing but text, so that it can be joined to its neighbours.
+    `tool_calls` are as the API has them. `choice` and `chunk` are the provider's own objects: log probabilities, ids and
+    a legacy `function_call` stand in them alone. `is_plain` says that there is nothing but text, so that it can be joined
+    to its neighbours.
     """
 
     index: int
@@ -50,6 +52,8 @@ class ChunkReader:
         self.is_done = False
         self._choices_wanted = choices
         self._choices_seen: set[int] = set()
+        self._says_elsewhere = False
+        self._calls: dict[int, ToolCalls] = {}
         self._scrub = scrub
 
     @property
@@ -65,14 +69,14 @@ class ChunkReader:
         """
         data = event.data
         if event.type == "error":
-            self._raise_frame(_lenient_json(data))
+            raise frame_error(_lenient_json(data), self._scrub)
         if not data or data.isspace():
             return None
         if data.startswith("[DONE]"):
             self.is_done = True
             return None
         chunk = self._parsed(event)
-        return None if chunk is None else self._take_chunk(chunk)
+        return None if chunk is None else self._take_chunk(chunk, is_named=_is_named(event))
 
     def read_incomplete(self, event: IncompleteSseEvent) -> list[ChatDelta] | None:
         """The same for an event whose blank line never came: a whole chunk counts, a cut one is a truncation."""
@@ -81,12 +85,15 @@ class ChunkReader:
         except (UnicodeDecodeError, ProtocolError) as error:
             raise StreamTruncatedError("incomplete_event") from error
 
-    def truncation(self, *, lenient: bool) -> StreamTruncatedError | None:
+    def fault(self, *, lenient: bool) -> StreamTruncatedError | ProtocolError | None:
         """What is missing from an answer whose stream has ended; None if it is complete.
 
-        A lenient provider may leave out the finish reasons, but not both them and its `[DONE]`: nothing else tells an
-        answer that is over from one that was cut.
+        Words that stand where a chat stream has none are no answer, and their stream no success. A lenient provider may
+        leave out the finish reasons, but not both them and its `[DONE]`: nothing else tells an answer that is over from
+        one that was cut.
         """
+        if self._says_elsewhere and not self.delivered:
+            return ProtocolError("no_delta", "the answer does not stand in the text of a delta: no chat stream")
         unfinished = self._choices_seen - self.finish_reasons.keys()
         if self.finish_reasons and not unfinished and (self.is_done or self.is_finished):
             return None
@@ -99,17 +106,21 @@ class ChunkReader:
     def _parsed(self, event: SseEvent) -> Json | None:
         try:
             chunk = _parse(event.data)
-        except (ValueError, RecursionError) as error:
-            if event.type not in ("", "message"):  # Heartbeats are sent as named events with any data.
+        except ValueError as error:
+            if _is_named(event):
                 return None
             raise ProtocolError("malformed_json", f"chunk {self.chunks + 1} of the stream is not JSON") from error
-        if not isinstance(chunk, dict):
-            raise ProtocolError("malformed_chunk", f"chunk {self.chunks + 1} of the stream is no object")
-        return chunk
+        if isinstance(chunk, list) and len(chunk) == 1 and isinstance(chunk[0], dict):
+            chunk = chunk[0]
+        if isinstance(chunk, dict):
+            return chunk
+        if _is_named(event):
+            return None
+        raise ProtocolError("malformed_chunk", f"chunk {self.chunks + 1} of the stream is no object")
 
-    def _take_chunk(self, chunk: Json) -> list[ChatDelta] | None:
-        if chunk.get("error") or chunk.get("object") == "error":
-            self._raise_frame(chunk)
+    def _take_chunk(self, chunk: Json, *, is_named: bool) -> list[ChatDelta] | None:
+        if is_error_frame(chunk, is_named=is_named):
+            raise frame_error(chunk, self._scrub)
         choices, usage = chunk.get("choices"), chunk.get("usage")
         if isinstance(usage, dict):
             self.usage = usage
@@ -132,89 +143,68 @@ class ChunkReader:
             delta = {}
         self._choices_seen.add(index)
         reason = choice.get("finish_reason")
-        if isinstance(reason, str) and reason:
-            if reason in _ERROR_FINISHES:
-                self._raise_error_finish(reason, choice, delta)
+        if isinstance(reason, str) and reason not in _NO_FINISHES:
+            if reason in ERROR_FINISHES:
+                raise finish_error(reason, choice, text_of(delta.get("content")), self._scrub)
             self.finish_reasons[index] = reason
-        return _delta_of(index, delta, choice, chunk)
+        found = self._delta_of(index, delta, choice, chunk)
+        if found is None and not self._says_elsewhere:
+            self._says_elsewhere = _says_elsewhere(choice)
+        return found
 
-    def _raise_error_finish(self, reason: str, choice: Json, delta: Json) -> NoReturn:
-        """A failure dressed as a finish: its message stands where the answer would, and is not one."""
-        error = choice.get("error")
-        said = error if isinstance(error, dict) else {"message": _text_of(delta.get("content")), "code": reason}
-        self._raise_frame({"error": said})
-
-    def _raise_frame(self, frame: Any) -> NoReturn:
-        error = frame.get("error") if isinstance(frame, dict) else frame
-        error = frame if error is None else error
-        if not isinstance(error, dict):
-            raise ProviderFrameError(self._scrub(str(error)))
-        code, status = error.get("code"), error.get("status")
-        name = code if isinstance(code, str) and not code.isdigit() else error.get("type")
-        raise ProviderFrameError(
-            self._scrub(_message_of(error)),
-            provider_code=self._scrub(name) if isinstance(name, str) else None,
-            status=_http_status(code) or _http_status(status),
-        )
-
-
-def _delta_of(index: int, delta: Json, choice: Json, chunk: Json) -> ChatDelta | None:
-    """None where nothing that counts as delivered stands in the delta."""
-    text = delta.get("content")
-    if type(text) is not str:
-        text = _text_of(text)
-    if len(delta) <= 2 and text and ("role" in delta or len(delta) == 1):  # By far the most of all chunks.
-        return ChatDelta(index, text, "", "", [], choice.get("logprobs") is None, choice, chunk)
-    reasoning = _text_of(delta.get("reasoning_content")) or _text_of(delta.get("reasoning"))
-    refusal = _text_of(delta.get("refusal"))
-    calls = delta.get("tool_calls")
-    tool_calls = [call for call in calls if _says_something(call)] if isinstance(calls, list) else []
-    legacy_call = _says_something(delta.get("function_call"))
-    if not (text or reasoning or refusal or tool_calls or legacy_call):
-        return None
-    is_plain = bool(text) and not (reasoning or refusal or tool_calls or legacy_call or choice.get("logprobs"))
-    return ChatDelta(index, text, reasoning, refusal, tool_calls, is_plain, choice, chunk)
+    def _delta_of(self, index: int, delta: Json, choice: Json, chunk: Json) -> ChatDelta | None:
+        """None where nothing that counts as delivered stands in the delta."""
+        text = delta.get("content")
+        if type(text) is not str:
+            text = text_of(text)
+        if len(delta) <= 2 and text and ("role" in delta or len(delta) == 1):  # By far the most of all chunks.
+            return ChatDelta(index, text, "", "", [], choice.get("logprobs") is None, choice, chunk)
+        reasoning = text_of(delta.get("reasoning_content")) or text_of(delta.get("reasoning"))
+        refusal = text_of(delta.get("refusal"))
+        calls = delta.get("tool_calls")
+        tool_calls = self._calls.setdefault(index, ToolCalls()).read(calls) if calls else []
+        legacy_call = says_something(delta.get("function_call"))
+        if not (text or reasoning or refusal or tool_calls or legacy_call):
+            return None
+        is_plain = bool(text) and not (reasoning or refusal or tool_calls or legacy_call or choice.get("logprobs"))
+        return ChatDelta(index, text, reasoning, refusal, tool_calls, is_plain, choice, chunk)
 
 
-def _says_something(call: Any) -> bool:
-    """Whether a tool-call delta carries an id, a name or arguments; its index and type alone say nothing."""
-    if not isinstance(call, dict):
-        return False
-    return any(
-        _says_something(value) if isinstance(value, dict) else isinstance(value, str) and value
-        for name, value in call.items()
-        if name != "type"
-    )
-
-
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
     """Content as text; some servers send a list of typed parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return ""
-    return "".join(_text_of(part.get("text")) for part in content if isinstance(part, dict))
+    return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
 
 
-def _message_of(error: Json) -> str:
-    message = error.get("message")
-    return message if isinstance(message, str) and message else json.dumps(error)
+def _is_named(event: SseEvent) -> bool:
+    """Heartbeats and news are sent as named events with any data."""
+    return event.type not in ("", "message")
 
 
-def _http_status(code: Any) -> int | None:
-    number = int(code) if isinstance(code, str) and code.isdecimal() and len(code) == 3 else code
-    return number if type(number) is int and 400 <= number <= 599 else None
+def _says_elsewhere(choice: Json) -> bool:
+    """Whether there are words in a choice where a chat stream has none: in a `message`, a `text`, an odd delta."""
+    delta, message = choice.get("delta"), choice.get("message")
+    if choice.get("text") or (delta and not isinstance(delta, dict)):
+        return True
+    said = message if isinstance(message, dict) else delta or {}
+    content, calls = said.get("content"), said.get("tool_calls")
+    if isinstance(message, dict):
+        return bool(content or calls)
+    return bool(content and not isinstance(content, list)) or bool(calls and not isinstance(calls, list))
 
 
 def _lenient_json(data: str) -> Any:
     try:
         return _parse(data)
-    except (ValueError, RecursionError):
+    except ValueError:
         return data
 
 
 def _parse(data: str) -> Any:
-    parsed = _DECODER.decode(data)
+    parsed = strict_json.parse(data)
     # Only escapes can smuggle in half a character, which no database and no socket would take.
     return _without_lone_surrogates(parsed) if "\\ud" in data or "\\uD" in data else parsed
 
@@ -227,10 +217,3 @@ def _without_lone_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {_without_lone_surrogates(name): _without_lone_surrogates(item) for name, item in value.items()}
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -29,9 +29,11 @@ import openai
 from embeddings.providers.base import NO_KEY, scrubbed
 from embeddings.providers.transport import retry_after_ms
 from streaming.attempt import AttemptResult, ProviderConfig
+from streaming.budgets import LARGEST_BUDGET_MS
 from streaming.chunks import ChatDelta, ChunkReader
 from streaming.errors import (
     ChatStreamError,
+    FinishGraceElapsedError,
     ProtocolError,
     ProviderStatusError,
     StreamCancelledError,
@@ -40,7 +42,7 @@ from streaming.errors import (
 from streaming.retry import NOTHING_TO_RETRY, classify_retry_error, end_of
 from streaming.sse_decoder import SseDecodeError, SseDecoder
 from streaming.stream_clock import StreamClock
-from streaming.transport import http_client, read_prefix, shut_down, typed_transport_error
+from streaming.transport import http_client, read_prefix, shut_down, typed_transport_error, unreadable_encoding
 from streaming.watchdog import CLEANUP_S, StreamGuard, close_within
 
 __all__ = ["AttemptResult", "ChatAttempt", "ChatDelta", "ProviderConfig", "close_clients", "open_attempt"]
@@ -152,21 +154,25 @@ class ChatAttempt:
                     yield delta
         for delta in self._read_rest():
             yield delta
-        truncation = self._reader.truncation(lenient=self._config.lenient)
-        if truncation is not None:
-            raise truncation
+        fault = self._reader.fault(lenient=self._config.lenient)
+        if fault is not None:
+            raise fault
 
     async def _check_is_stream(self, http: httpx2.Response) -> None:
-        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if unreadable := unreadable_encoding(http):
+            raise ProtocolError("content_encoding", f"the stream is encoded as {self._scrub(unreadable)}, unasked")
+        content_type = http.headers.get("content-type", "").partition(";")[0].partition(",")[0].strip().lower()
         if content_type == "text/event-stream":
             return
         prefix = b""
+        # As much more as a key may be cut in half at its end: half a key is not recognized, and not shown.
+        longest = PREFIX_BYTES + len((self._config.api_key or "").encode())
         try:
             async with asyncio.timeout(PREFIX_S):
-                prefix = await read_prefix(http, PREFIX_BYTES)
+                prefix = await read_prefix(http, longest)
         except (TimeoutError, httpx2.HTTPError):
             pass  # What it is not, we know already.
-        said = self._scrub(prefix.decode("utf-8", "replace"))
+        said = self._scrub(prefix.decode("utf-8", "replace"))[:PREFIX_BYTES]
         raise ProtocolError(
             "not_an_event_stream",
             f"the provider answered {http.status_code} with {self._scrub(content_type) or 'no content type'}"
@@ -201,7 +207,9 @@ class ChatAttempt:
                 self._first_content_at = datetime.now(UTC)
             self._clock.content_arrived()
         if self._reader.is_finished:
-            self._clock.finished()
+            self._clock.finished(said_more=bool(deltas))
+        else:
+            self._clock.unfinished()
         return deltas
 
     def _typed(self, error: Exception) -> BaseException | None:
@@ -214,8 +222,9 @@ class ChatAttempt:
         elif isinstance(error, _TRANSPORT_ERRORS):
             typed = typed_transport_error(error)
         reader = self._reader
-        if isinstance(typed, ChatStreamError) and (reader.is_finished or reader.is_done):
-            return reader.truncation(lenient=self._config.lenient)
+        is_over = reader.is_finished or reader.is_done or isinstance(typed, FinishGraceElapsedError)
+        if isinstance(typed, ChatStreamError) and is_over:
+            return reader.fault(lenient=self._config.lenient)
         if isinstance(typed, TransportError):  # Its classification may look at the causes; no other's should.
             typed.__cause__ = error
         return typed
@@ -224,11 +233,12 @@ class ChatAttempt:
         body = error.body if isinstance(error.body, dict) else {}
         message = body.get("message")
         code = body.get("code") if isinstance(body.get("code"), str) else body.get("type")
+        wished = retry_after_ms(error.response.headers)
         return ProviderStatusError(
             error.status_code,
             self._scrub(message if isinstance(message, str) and message else error.response.text),
             provider_code=self._scrub(code) if isinstance(code, str) else None,
-            retry_after_ms=retry_after_ms(error.response.headers),
+            retry_after_ms=None if wished is None else min(wished, LARGEST_BUDGET_MS),
         )
 
     def _conclude(self) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 
 from streaming import events
 from streaming.answer import TEXT_FIELDS, Answer, Delta, joined, merged_logprobs
-from streaming.chunks import ChatDelta
+from streaming.chunks import ChatDelta, text_of
 from streaming.event_writer import TurnLog
 
 JOIN_S = 0.020
 # What stands around the text of an answer is bounded too: log probabilities, and whatever else a provider sends along.
 LOG_BYTES_PER_CHARACTER = 16
 LOG_BYTES_LEAST = 1_000_000
+
+_READ = TEXT_FIELDS | {"role", "tool_calls"}
 
 Listener = Callable[[str, int, dict[str, Any]], None]
 
@@ -113,7 +115,8 @@ def _said(delta: ChatDelta) -> tuple[Delta, Any]:
     if delta.is_plain:
         return {"content": delta.text}, None
     raw = delta.choice.get("delta") or {}
-    said = {name: value for name, value in raw.items() if name != "role" and value not in (None, "", [])}
-    if delta.text:
-        said["content"] = delta.text
-    return said, delta.choice.get("logprobs")
+    said = {name: value for name, value in raw.items() if name not in _READ and value not in (None, "", [])}
+    said |= {name: text for name in TEXT_FIELDS & raw.keys() if (text := text_of(raw[name]))}
+    if delta.tool_calls:
+        said["tool_calls"] = delta.tool_calls
+    return said, merged_logprobs(delta.choice.get("logprobs"), None)

@@ -96,15 +96,24 @@ class StreamClock:
 
     def content_arrived(self) -> None:
         """Something that is delivered: ends the wait for the first content."""
+        if self.first_content_ms is None:
+            self.first_content_ms = int(self._waited * 1000)
         if self.phase is Phase.FIRST_CONTENT:
             self.phase = Phase.STREAMING
-            self.first_content_ms = int(self._waited * 1000)
 
-    def finished(self) -> None:
-        """Every choice has its finish reason: only usage may still come."""
-        if self.phase is not Phase.FINISHING:
+    def finished(self, *, said_more: bool = False) -> None:
+        """Every choice has its finish reason: only usage may still come.
+
+        Some servers put a finish into every chunk: what is said after one starts the grace anew, within the lifetime.
+        """
+        if self.phase is not Phase.FINISHING or (said_more and self._waited < self._lifetime_s):
             self.phase = Phase.FINISHING
             self._phase_mark = self._waited
+
+    def unfinished(self) -> None:
+        """A choice without a finish reason: if it had looked finished before, it is not."""
+        if self.phase is Phase.FINISHING:
+            self.phase = Phase.FIRST_CONTENT if self.first_content_ms is None else Phase.STREAMING
 
     def done(self) -> None:
         """The stream said that it is over: wait only for the connection's own end, so that it can be used again."""

@@ -181,8 +181,8 @@ ENDINGS = [
 @pytest.mark.parametrize(("events", "choices", "lenient", "missing"), ENDINGS)
 def test_an_answer_is_complete_once_every_choice_has_its_finish(events, choices, lenient, missing):
     reader, _ = read(*events, choices=choices)
-    truncation = reader.truncation(lenient=lenient)
-    assert (truncation and truncation.error_kind) == missing
+    fault = reader.fault(lenient=lenient)
+    assert (fault and fault.error_kind) == missing
 
 
 def test_finish_reasons_and_usage_are_kept_per_choice():

@@ -252,7 +252,8 @@ def plain(text, index=0):
 
 
 def raw(delta, index=0, **choice):
-    return ChatDelta(index, delta.get("content", ""), "", "", [], False, {"delta": delta, **choice}, {})
+    calls = delta.get("tool_calls", [])
+    return ChatDelta(index, delta.get("content", ""), "", "", calls, False, {"delta": delta, **choice}, {})
 
 
 def recorded(*steps, room=1_000_000):
