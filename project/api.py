@@ -8,6 +8,7 @@ from typing import Any
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from ninja import NinjaAPI
 from ninja.errors import AuthenticationError, HttpError, ValidationError
+from ninja.parser import Parser
 
 from embeddings.access import KeyLacksScope, KeyRefused, NotFound
 from embeddings.api import router as embeddings_router
@@ -22,13 +23,23 @@ from embeddings.errors import (
     UsageError,
 )
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
+from streaming import strict_json
 from streaming.api import chat, openai
 from streaming.openai_shape import OpenAIError
 from streaming.refusals import TooManyTurns, TurnRefused, UnknownConversation, UnknownModel
 
 logger = logging.getLogger(__name__)
 
+
+class StrictParser(Parser):
+    """Refuses what no database would take, before anything is made of it: it is the client's mistake, not ours."""
+
+    def parse_body(self, request: HttpRequest) -> Any:
+        return strict_json.parse(request.body)
+
+
 api = NinjaAPI(
+    parser=StrictParser(),
     title="Sluicegate",
     version="1",
     description="Chat over tenants' knowledge bases, sweeps and search. Every call carries a tenant's key as its bearer.",
@@ -85,6 +96,8 @@ def _on_invalid_field(request: HttpRequest, error: ValidationError) -> HttpRespo
     first = error.errors[0]
     # The kind of parameter leads the path, and for a body the name that our own function gives it.
     path = first["loc"][2 if first["loc"][:2] == ("body", "body") else 1 :]
+    # What follows a field of several types is the name of one of them, which says nothing to a client.
+    path = path[: path.index("content") + 1] if "content" in path else path
     param = ".".join(map(str, path)) or None
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
     return _reply(OpenAIError(400, message, "invalid_request_error", "invalid_value", param))
