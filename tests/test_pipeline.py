@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, field
 
 import pytest
 
-from streaming.budgets import resolve_budgets
-from streaming.pipeline import AttemptResult, ProviderConfig, close_clients, open_attempt
-from streaming.retry import RetryKind, decide_retry
+from streaming.pipeline import open_attempt
+from streaming.retry import RetryKind
+from tests.attempts import QUESTION, attempt, config_of, ended_by, play, then_close, then_hang
 from tests.provider_server import (
     A,
     D,
@@ -18,7 +17,6 @@ from tests.provider_server import (
     Gate,
     ProviderServer,
     R,
-    Reply,
     T,
     U,
     Z,
@@ -56,70 +54,12 @@ from tests.strict_loop import run
 
 IDLE_MS = 120
 IMPATIENT = {"stream_idle_timeout_ms": IDLE_MS, "request_timeout_ms": 10_000}
-QUESTION = {"messages": [{"role": "user", "content": "What holds?"}]}
 
 
 @pytest.fixture
 def server():
     with ProviderServer() as running:
         yield running
-
-
-@dataclass
-class Played:
-    """What an attempt gave: its deltas, and how it ended."""
-
-    deltas: list = field(default_factory=list)
-    result: AttemptResult | None = None
-
-    @property
-    def text(self):
-        return "".join(delta.text for delta in self.deltas)
-
-    @property
-    def end(self):
-        return self.result.end_state, self.result.error_kind
-
-    @property
-    def retried(self):
-        return decide_retry(
-            self.result.classification, delivered=self.result.delivered, transport_retries=0, content_retries=0
-        ).retry
-
-
-def config_of(server, *, base_url=None, lenient=False, api_key=None, **budgets):
-    asked = {"stream_idle_timeout_ms": 10_000, "finish_grace_ms": 100} | budgets
-    return ProviderConfig(
-        "local", base_url or server.openai_url, "m", api_key, resolve_budgets(**asked), lenient=lenient
-    )
-
-
-async def attempt(config, request=None, *, pause=0.0, is_cancelled=lambda: False):
-    played = Played()
-    async with open_attempt(config, request or QUESTION, is_cancelled=is_cancelled) as running:
-        async for found in running:
-            played.deltas.append(found)
-            if pause:
-                await asyncio.sleep(pause)
-    played.result = running.result
-    return played
-
-
-async def then_close(work):
-    try:
-        return await work
-    finally:
-        await close_clients()
-
-
-def play(server, *steps, request=None, pause=0.0, **config):
-    """One attempt at a stream of these steps, or at one reply."""
-    server.next(steps[0] if isinstance(steps[0], Reply) else sse(*steps))
-    return run(then_close(attempt(config_of(server, **config), request, pause=pause)))
-
-
-def ended_by(server):
-    return server.wait_until_ended(server.chat_calls[-1].number, timeout=1.0).ended_by
 
 
 # --- silence, and what only looks like activity --------------------------------------------------------------------
@@ -157,7 +97,7 @@ def test_a_request_that_is_never_answered_is_one_request_and_a_headers_timeout(s
 
 def test_an_error_reply_whose_body_never_comes_is_under_the_request_budget(server):
     head = b"HTTP/1.1 500 no\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-    server.next(_then_hang(head))
+    server.next(then_hang(head))
     played = run(then_close(attempt(config_of(server, request_timeout_ms=IDLE_MS))))
     assert played.end == ("transport_error", "headers_timeout")
 
@@ -412,7 +352,7 @@ def test_a_json_error_with_status_200_is_named(server):
 
 
 def test_a_page_whose_body_hangs_is_named_at_once(server):
-    server.next(_then_hang(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 100\r\n\r\n"))
+    server.next(then_hang(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 100\r\n\r\n"))
     played = run(then_close(attempt(config_of(server))))
     assert played.end == ("protocol_error", "not_an_event_stream")
     assert ended_by(server) == "client_closed"
@@ -637,11 +577,3 @@ def test_the_effective_budgets_are_logged_and_no_content_and_no_key_is(server, c
     assert "state=completed" in said
     for secret in ("sk-secret", "the answer", "What holds?"):
         assert secret not in said
-
-
-def _then_hang(head):
-    def answer(exchange):
-        exchange.send(head)
-        exchange.wait(None)
-
-    return Reply("head_then_hang", answer)
