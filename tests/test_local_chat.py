@@ -1,5 +1,6 @@
 """Chat with the real local model behind the whole path: web process, worker and Valkey before a llama.cpp server."""
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -9,12 +10,13 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 import pytest
+from django.utils import timezone
 
 from project import model_files
 from project.local_models import CHECKOUT, ModelServer
 from project.model_files import SMOLLM2, models_dir
 from streaming import turn as verbs
-from streaming.models import ChatTurn
+from streaming.models import ChatAttempt, ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 from tests.chat_stack import Process, chat_at, in_thread, text_of
 from tests.factories import make_provider
@@ -106,7 +108,7 @@ def test_a_whole_completion(local):
 @pytest.mark.parametrize("settled", [{"temperature": 0}, {"seed": 7}])
 def test_what_is_settled_is_the_same_twice(local, settled):
     # A prompt that is read from the cache is computed in another batch, and may round differently.
-    texts = [ask(local.openai(), **settled, extra_body={"cache_prompt": False}) for _ in range(2)]
+    texts = [ask(local.openai(), **settled, max_tokens=8, extra_body={"cache_prompt": False}) for _ in range(2)]
     first, second = (reply.choices[0].message.content for reply in texts)
     assert first == second != ""
 
@@ -118,7 +120,7 @@ def test_several_choices(local):
 
 
 def test_it_stops_where_it_is_told_to(local):
-    same = {"temperature": 0, "extra_body": {"cache_prompt": False}}
+    same = {"temperature": 0, "max_tokens": 8, "extra_body": {"cache_prompt": False}}
     whole = ask(local.openai(), **same).choices[0].message.content
     word = whole.split()[3]
     stopped = ask(local.openai(), stop=[word], **same).choices[0]
@@ -242,20 +244,39 @@ def test_a_cancel_frees_its_slot_and_its_twin_without_one_it_stays_busy(local, s
 
 
 # --- more turns than slots ----------------------------------------------------------------------------------------------
-def test_sixteen_turns_on_four_slots_all_complete(local):
-    chats = [local.openai(), *(local.openai(api_key=key) for key in other_keys(local, 3))]
-    asked = [in_thread(lambda client=client: ask(client, max_tokens=16)) for client in chats for _ in range(4)]
+def test_sixteen_turns_on_four_slots_all_complete(local, server):
+    """All of them queue at the server: others hold its slots until every turn has sent its request."""
+    clients = [local.openai(), *(local.openai(api_key=key) for key in other_keys(local, 3))]
+    with contextlib.ExitStack() as others:
+        hold_every_slot(server, others)
+        asked = [in_thread(ask_for_sixteen, client) for client in clients for _ in range(4)]
+        eventually(lambda: ChatTurn.objects.count() == 16)
+        turns = list(ChatTurn.objects.all())
+        eventually(lambda: all(say_their_budgets(turns, local.stack.logs)), message="every attempt has started")
+        freed_at = timezone.now()
     assert all(answer(60.0).choices[0].message.content for answer in asked)
-    turns = list(ChatTurn.objects.all())
-    assert [turn.state for turn in turns] == [TurnState.COMPLETED] * 16
-    attempts = [attempt for turn in turns for attempt in turn.attempts.all()]
+    assert [local.wait_ended(str(turn.public_id)).state for turn in turns] == [TurnState.COMPLETED] * 16
+    attempts = ChatAttempt.objects.all()
     assert len(attempts) == 16
-    first_end = min(attempt.ended_at for attempt in attempts)
-    queued = [each for each in attempts if each.started_at < first_end < each.first_content_at]
-    assert len(queued) >= SLOTS, "they did queue"
+    assert all(attempt.started_at < freed_at < attempt.first_content_at for attempt in attempts)
+
+
+def ask_for_sixteen(client):
+    return ask(client, max_tokens=16, extra_body={"ignore_eos": True})
+
+
+def say_their_budgets(turns, logs):
     budgets = "request_timeout_ms=30000 stream_first_content_timeout_ms=30000 stream_idle_timeout_ms=5000"
-    for turn in turns:
-        assert f"turn={turn.public_id} attempt=1 starts: model=smollm2 {budgets}" in local.stack.logs
+    return [f"turn={turn.public_id} attempt=1 starts: model=smollm2 {budgets}" in logs for turn in turns]
+
+
+def hold_every_slot(server, holding):
+    """Endless answers, asked of the server itself, until `holding` is left."""
+    plain = holding.enter_context(httpx2.Client(trust_env=False, timeout=20.0))
+    client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, http_client=plain)
+    for _ in range(SLOTS):
+        holding.enter_context(ask(client, stream=True, extra_body=ENDLESS))
+    assert busy(server) == SLOTS
 
 
 def other_keys(chat, count):
