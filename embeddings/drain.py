@@ -266,7 +266,8 @@ class _Drain:
                 task_queue.release_slot(call.task)
                 raise GivenUp
             _let_connection_go()
-            look_s = min(2 * look_s, _LOOK_EVERY_S)
+            # Somebody waits for an interactive call, and may give it up.
+            look_s = _LOOK_FIRST_S if call.task.is_interactive else min(2 * look_s, _LOOK_EVERY_S)
         return call.result()
 
     # --- a reply -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from embeddings.errors import EmbeddingFailed, TaskExpired, TaskRemoved
 from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider
 from embeddings.states import TaskState
 
-_LOOK_EVERY_S = 1.0
+# A caller's cancel must have reached the model server's socket within a second.
+_LOOK_EVERY_S = 0.25
 
 
 def embed_texts(

@@ -18,6 +18,7 @@ from streaming.tool_calls import ToolCalls, says_something
 
 # An answer has at most 128 choices; an endless supply of new ones must not fill our memory.
 MOST_CHOICES = 128
+FINISH_REASON_MAX = 64
 # Written by servers that have no null.
 _NO_FINISHES = frozenset({"", "null", "none", "None"})
 
@@ -146,7 +147,7 @@ class ChunkReader:
         if isinstance(reason, str) and reason not in _NO_FINISHES:
             if reason in ERROR_FINISHES:
                 raise finish_error(reason, choice, text_of(delta.get("content")), self._scrub)
-            self.finish_reasons[index] = reason
+            self.finish_reasons[index] = reason[:FINISH_REASON_MAX]
         found = self._delta_of(index, delta, choice, chunk)
         if found is None and not self._says_elsewhere:
             self._says_elsewhere = _says_elsewhere(choice)

@@ -23,6 +23,7 @@ from tests.provider_server import (
     data,
     delta,
     finish,
+    hang,
     raw,
     silence,
     silence_forever,
@@ -30,6 +31,7 @@ from tests.provider_server import (
     status,
     usage,
 )
+from tests.test_chat_api import with_a_row
 from tests.test_streaming_kinds import CALLS, FRAME, KEY, NO_DELTA, NO_JSON, STATUS, choice
 from tests.waiting import eventually
 
@@ -165,6 +167,50 @@ def test_a_cancel_and_a_hang_up_before_any_worker_has_the_turn_make_no_call(chat
     assert chat.events(chat.take()["id"])[-1]["state"] == "completed"
     assert len(chat.server.chat_calls) == 1
     assert ChatTurn.objects.filter(state=TurnState.CANCELLED).count() == 3
+
+
+def test_a_cancel_while_the_question_is_embedded_closes_that_socket_within_a_second(chat):
+    type(chat.provider).objects.update(query_timeout_ms=30_000)
+    with_a_row(chat)
+    chat.server.when(lambda call: call.kind == "embedding", hang())
+    turn = chat.take(knowledge=True)
+    chat.server.wait_for_calls(1)
+    with chat.http() as client:
+        client.post(f"/api/chat/turns/{turn['id']}/cancel")
+    assert chat.server.wait_until_ended(1, timeout=1.2).ended_by == "client_closed"
+    assert chat.wait_ended(turn["id"], timeout=0.5).state == TurnState.CANCELLED
+    assert chat.server.chat_calls == []
+
+
+def test_a_cancel_in_the_pause_before_an_attempt_ends_it(chat):
+    chat.server.next(status(429, headers={"Retry-After": "25"}))
+    turn = chat.take()
+    chat.server.wait_until_ended(1)
+    with chat.http() as client:
+        client.post(f"/api/chat/turns/{turn['id']}/cancel")
+    assert chat.wait_ended(turn["id"], timeout=1.0).state == TurnState.CANCELLED
+    assert len(chat.server.chat_calls) == 1
+
+
+def test_a_silent_embedding_is_a_gateway_timeout_of_the_answer(chat):
+    type(chat.provider).objects.update(query_timeout_ms=100)
+    with_a_row(chat)
+    chat.server.when(lambda call: call.kind == "embedding", hang())
+    with pytest.raises(openai.InternalServerError) as failed:
+        ask(chat, model="scripted+knowledge")
+    assert failed.value.status_code == 504
+    assert ChatTurn.objects.get().error_kind == "retrieval_timeout"
+
+
+@pytest.mark.parametrize(("wanted", "fits"), [(384, True), (5, False), (0, False)])
+def test_the_dimensions_of_an_embedding_are_its_models(chat, wanted, fits):
+    make = chat.openai().embeddings.create
+    if fits:
+        assert len(make(model="embed", input="one", dimensions=wanted).data[0].embedding) == wanted
+        return
+    with pytest.raises(openai.BadRequestError) as refused:
+        make(model="embed", input="one", dimensions=wanted)
+    assert refused.value.param == "dimensions"
 
 
 def test_two_cancels_at_the_moment_of_the_end_are_one_end(chat):
