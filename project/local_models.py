@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import os
 import selectors
 import signal
@@ -189,9 +190,23 @@ def _llama(model: Path, options: dict[str, Any]) -> Any:
     for name, value in options.items():
         setattr(params, name, value)
     try:
-        return Server(params)
+        server = Server(params)
     except (RuntimeError, ValueError) as error:
         raise LocalModelsError(f"llama.cpp cannot serve {model.name}: {error}") from error
+    _wait_until_its_queue_runs(_port(server))
+    return server
+
+
+def _wait_until_its_queue_runs(port: int) -> None:
+    """A server that is ended before its queue runs never ends. Its slots are told by the queue, its health is not."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_TIMEOUT_S)
+    try:
+        connection.request("GET", "/slots")
+        connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as error:
+        raise LocalModelsError(f"llama.cpp does not answer: {error}") from error
+    finally:
+        connection.close()
 
 
 def _port(server: Any) -> int:

@@ -123,6 +123,19 @@ def test_the_command_says_ready_and_ends_cleanly(server, number):
     assert (process.returncode, rest, errors) == (0, "", "")
 
 
+def test_a_model_server_that_is_ended_at_once_ends(server):
+    """On one core, where whoever starts it is ahead of its threads."""
+    program = (
+        "import os, pathlib, sys\n"
+        "from project import local_models\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "for _ in range(6):\n"
+        "    local_models._llama(pathlib.Path(sys.argv[1]), local_models._embedding_options())\n"
+    )
+    command = [sys.executable, "-c", program, str(MODELS / MINILM.file_name)]
+    assert subprocess.run(command, cwd=CHECKOUT, timeout=60, check=False).returncode == 0
+
+
 def test_it_ends_with_the_process_that_started_it(server):
     program = (
         "import pathlib, sys, signal\n"
