@@ -39,6 +39,7 @@ class Recorder:
         self.is_full = False
         self._log = log
         self._room = characters_max
+        self._taken = 0
         self._log_room = max(LOG_BYTES_LEAST, characters_max * LOG_BYTES_PER_CHARACTER)
         self._log_bytes = 0
         self._listener = listener
@@ -64,8 +65,10 @@ class Recorder:
             if pending is not None:
                 self._emit(delta.index)
             self._pending[delta.index] = _Pending(said, logprobs)
+        self._taken += len(delta.text) if delta.is_plain else _characters(said)
         due = self._said_at + JOIN_S
-        if self._loop.time() >= due:
+        # Nothing may follow what fills the room: it is not waited for.
+        if self._taken >= self._room or self._loop.time() >= due:
             self.flush()
         elif self._timer is None:
             self._timer = self._loop.call_at(due, self.flush)
@@ -108,6 +111,11 @@ class Recorder:
         self._log_bytes += self._log.append(kind, self._attempt, data)
         if self._listener is not None:
             self._listener(kind, self._attempt, data)
+
+
+def _characters(said: Delta) -> int:
+    arguments = ((call.get("function") or {}).get("arguments") for call in said.get("tool_calls", ()))
+    return sum(len(text) for text in (*said.values(), *arguments) if isinstance(text, str))
 
 
 def _said(delta: ChatDelta) -> tuple[Delta, Any]:

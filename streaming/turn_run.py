@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -70,6 +71,8 @@ class _Work:
     config: ProviderConfig
     request: dict[str, Any]
     sources: list[dict[str, Any]]
+    # By the monotonic clock, the loop's own; None is never.
+    deadline: float | None
 
 
 @dataclass
@@ -124,20 +127,27 @@ def _prepare(turn: ChatTurn, held: HeldClaim) -> _Work | Ending:
         config = config_of(turn.provider)
     except (ProviderError, InvalidBudgetError) as error:
         return Ending(TurnState.PROVIDER_ERROR, error.code, "configuration", detail=str(error))
+    wall_ms = config.budgets.turn_wall_ms
+    deadline = time.monotonic() + wall_ms / 1000 if wall_ms else None
     request, sources = turn.request, []
     if turn.uses_knowledge:
         try:
-            hits = _retrieve(turn, held)
+            hits = _retrieve(turn, held, deadline)
         except (SluicegateError, ProviderTimeoutError) as error:
-            return _interruption(held) if held.is_interrupted else _retrieval_failed(error)
+            return _interruption(held) if held.is_interrupted else _retrieval_failed(error, deadline)
         sources = sources_of(hits)
         request = request | {"messages": with_excerpts(request["messages"], hits)}
-    return _Work(f"turn={turn.public_id}", config, request, sources)
+    return _Work(f"turn={turn.public_id}", config, request, sources, deadline)
 
 
-def _retrieve(turn: ChatTurn, held: HeldClaim) -> list[SearchHit]:
+def _is_past(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def _retrieve(turn: ChatTurn, held: HeldClaim, deadline: float | None) -> list[SearchHit]:
+    question = question_of(turn.request["messages"])
     try:
-        hits = retrieve(turn.tenant, question_of(turn.request["messages"]), lambda: held.is_interrupted)
+        hits = retrieve(turn.tenant, question, lambda: held.is_interrupted or _is_past(deadline))
     finally:
         # A thread that follows a provider holds no connection: there are more threads than connections.
         connections.close_all()
@@ -146,7 +156,9 @@ def _retrieve(turn: ChatTurn, held: HeldClaim) -> list[SearchHit]:
     return hits
 
 
-def _retrieval_failed(error: SluicegateError | ProviderTimeoutError) -> Ending:
+def _retrieval_failed(error: SluicegateError | ProviderTimeoutError, deadline: float | None) -> Ending:
+    if _is_past(deadline):
+        return TURN_WALL
     timed_out = is_provider_timeout(error) or isinstance(error, TaskExpired)
     return Ending(
         TurnState.PROVIDER_ERROR,
@@ -178,9 +190,8 @@ class _Streaming:
         self._outcome.answer = recorder.answer
         if self._work.sources:
             recorder.event(events.SOURCES, 0, {"sources": self._work.sources})
-        wall_ms = self._work.config.budgets.turn_wall_ms
         try:
-            async with asyncio.timeout(wall_ms / 1000 if wall_ms else None):
+            async with asyncio.timeout_at(self._work.deadline):
                 self._held.attach()
                 self._outcome.ending = await self._attempts(recorder)
         except TimeoutError:

@@ -182,6 +182,22 @@ def test_a_cancel_while_the_question_is_embedded_closes_that_socket_within_a_sec
     assert chat.server.chat_calls == []
 
 
+def test_the_wall_clock_counts_from_the_claim_and_bounds_the_retrieval_too(chat):
+    type(chat.provider).objects.update(query_timeout_ms=30_000, turn_wall_ms=400)
+    with_a_row(chat)
+    chat.server.when(lambda call: call.kind == "embedding", hang())
+    end = chat.events(chat.take(knowledge=True)["id"])[-1]
+    assert (end["state"], end["error_kind"]) == ("lifetime_exceeded", "wall")
+    assert chat.server.wait_until_ended(1, timeout=1.0).ended_by == "client_closed"
+
+
+def test_an_answer_over_the_cap_closes_its_socket(chat):
+    chat.server.next(sse(R, *[T("x" * 5_000)] * 8, silence_forever()))
+    type(chat.provider).objects.update(stream_idle_timeout_ms=30_000)
+    assert ask(chat).choices[0].finish_reason == "length"
+    assert chat.server.wait_until_ended(1, timeout=1.0).ended_by == "client_closed"
+
+
 def test_a_cancel_in_the_pause_before_an_attempt_ends_it(chat):
     chat.server.next(status(429, headers={"Retry-After": "25"}))
     turn = chat.take()
