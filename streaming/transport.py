@@ -13,6 +13,7 @@ from functools import cache
 
 import httpx2
 
+from embeddings.providers.cookies import no_cookies
 from embeddings.providers.handshakes import Handshakes
 from embeddings.timeouts import ETIMEDOUT
 from streaming.errors import ChatStreamError, ProtocolError, TransportError
@@ -32,6 +33,7 @@ def http_client() -> httpx2.AsyncClient:
         trust_env=False,
         follow_redirects=False,
         timeout=None,
+        cookies=no_cookies(),
         headers={"Accept-Encoding": "identity"},
     )
 

@@ -86,6 +86,13 @@ class TestWhatLeaves:
                 embed(lane_server, "one")
             assert elsewhere.calls == []
 
+    def test_no_cookie_of_an_earlier_call(self, server, lane_server) -> None:
+        for _ in range(2):
+            server.next(status(429, headers={"Set-Cookie": "session=of-the-first; Path=/"}))
+            with pytest.raises(errors.ProviderBusy):
+                embed(lane_server, "one")
+        assert [call.headers.get("cookie") for call in server.embedding_calls] == [None, None]
+
     def test_departure_is_told_before_the_answer(self, server, lane_server) -> None:
         server.next(hang())
         call = call_of(["one"], deadline_s=2.0)

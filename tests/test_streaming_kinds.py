@@ -433,6 +433,17 @@ def test_a_connection_that_its_server_closed_between_two_attempts_is_not_used(se
     run(then_close(main()))
 
 
+def test_a_cookie_is_kept_for_nobody(server):
+    """One client serves every tenant of a provider."""
+    server.next(whole(b"Set-Cookie: session=of-the-first; Path=/\r\n"))
+
+    async def main():
+        assert [(await attempt(config_of(server))).end for _ in range(2)] == [COMPLETED, COMPLETED]
+
+    run(then_close(main()))
+    assert [call.headers.get("cookie") for call in server.chat_calls] == [None, None]
+
+
 # --- what is kept and sent on of odd deltas ----------------------------------------------------------------------------
 def call(index=None, **fields):
     return fields | ({} if index is None else {"index": index})

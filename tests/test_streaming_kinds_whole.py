@@ -64,6 +64,7 @@ def ask(chat, **values):
     )
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("reply", "end", "code", "said"), THROUGH.values(), ids=THROUGH.keys())
 def test_what_an_official_client_is_told(chat, reply, end, code, said, stream):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx2
 
 from embeddings.errors import OwnTimeout, ProviderUnreachable, ReplyRefused
+from embeddings.providers.cookies import no_cookies
 from embeddings.providers.handshakes import Handshakes
 from embeddings.timeouts import ETIMEDOUT, ProviderTimeoutError
 
@@ -43,7 +44,9 @@ class HttpClient(httpx2.AsyncClient):
         self._bounded = _BoundedTransport(
             verify=_ssl_context(), limits=httpx2.Limits(max_connections=None, max_keepalive_connections=8)
         )
-        super().__init__(transport=self._bounded, trust_env=False, follow_redirects=False, timeout=None)
+        super().__init__(
+            transport=self._bounded, trust_env=False, follow_redirects=False, timeout=None, cookies=no_cookies()
+        )
 
     async def retire(self) -> None:
         """Closes the connections once no call is out on them: a changed configuration breaks nothing off."""
