@@ -25,6 +25,7 @@ from embeddings.timeouts import (
     is_provider_timeout,
 )
 from project import event_loop
+from tests.bare_server import bare_server
 from tests.calling import adapter, call_of, embed, only_call, provider_at
 from tests.provider_server import (
     ProviderServer,
@@ -92,6 +93,20 @@ class TestWhatLeaves:
             with pytest.raises(errors.ProviderBusy):
                 embed(lane_server, "one")
         assert [call.headers.get("cookie") for call in server.embedding_calls] == [None, None]
+
+    def test_a_handshake_that_is_broken_off_leaves_no_socket_open(self) -> None:
+        closed = Event()
+
+        def never_answers(connection) -> None:
+            while connection.recv(65_536):
+                pass
+            closed.set()
+
+        with bare_server(never_answers) as there:
+            asked = provider_at(there.replace("http:", "https:"), OPENAI)
+            with adapter(OpenAICompatibleProvider, asked) as made, pytest.raises(ProviderTimeoutError):
+                embed(made, "one", deadline_s=0.2, is_interactive=True)
+            assert closed.wait(1.0)
 
     def test_departure_is_told_before_the_answer(self, server, lane_server) -> None:
         server.next(hang())

@@ -5,7 +5,6 @@ played through the whole path in `test_streaming_kinds_whole`.
 """
 
 import asyncio
-import contextlib
 import gzip
 import json
 import socket
@@ -17,6 +16,7 @@ import pytest
 from streaming.answer import Answer
 from streaming.recorder import Recorder
 from tests.attempts import QUESTION, attempt, config_of, ended_by, play, then_close, then_hang
+from tests.bare_server import bare_server
 from tests.provider_server import (
     D,
     F,
@@ -337,25 +337,6 @@ def test_a_wish_to_be_asked_later_fits_where_it_is_kept(server, wish, expected):
     assert played.result.classification.retry_after_ms == expected
 
 
-@contextlib.contextmanager
-def bare_server(answer):
-    """Accepts connections and gives each to `answer`, request unread."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    accepted, _ = listener.accept()
-                    with accepted, contextlib.suppress(OSError):
-                        answer(accepted)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join(5)
-
-
 def rejects(connection):
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
@@ -376,12 +357,9 @@ BARE = {
 
 @pytest.mark.parametrize(("answer", "request_", "end"), BARE.values(), ids=BARE.keys())
 def test_a_connection_whose_request_is_never_read(server, answer, request_, end):
-    with bare_server(answer) as base_url:
-        played = run(
-            then_close(
-                attempt(config_of(server, base_url=base_url, **BUDGETS | {"request_timeout_ms": 3_000}), request_)
-            )
-        )
+    with bare_server(answer) as there:
+        asked = config_of(server, base_url=f"{there}/v1", **BUDGETS | {"request_timeout_ms": 3_000})
+        played = run(then_close(attempt(asked, request_)))
     assert played.end == end or (end is None and played.result.end_state == "transport_error")
     assert played.result.error_code in ("PROVIDER_STATUS", "ECONNRESET", "EPIPE")
 
@@ -411,7 +389,7 @@ def test_an_address_that_leads_nowhere(server, base_url, said, end):
         closed.set()
 
     with bare_server(answer) as there:
-        asked = config_of(server, base_url=base_url or there.replace("http:", "https:"), **BUDGETS)
+        asked = config_of(server, base_url=base_url or there.replace("http:", "https:") + "/v1", **BUDGETS)
 
         async def main():
             played = await attempt(asked)
