@@ -5,21 +5,22 @@ No environment, no redirects, no time limits: the watchdog is the one owner of t
 
 from __future__ import annotations
 
-import socket as sockets
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from functools import cache
 
+import httpcore2
 import httpx2
 
 from embeddings.providers.cookies import no_cookies
-from embeddings.providers.handshakes import Handshakes
 from embeddings.timeouts import ETIMEDOUT
+from streaming.connections import Backend
 from streaming.errors import ChatStreamError, ProtocolError, TransportError
 from streaming.retry import causes, first_transport_code
 
 ERROR_BODY_MAX_BYTES = 64 * 1024
+_KEPT_CONNECTIONS, _KEPT_S = 32, 5.0
 _ECONNRESET = "ECONNRESET"
 _READABLE = frozenset({"", "identity", "gzip", "deflate"})
 _KINDS = {"ECONNREFUSED": "connection_refused", ETIMEDOUT: "connection_timeout"}
@@ -27,9 +28,8 @@ _KINDS = {"ECONNREFUSED": "connection_refused", ETIMEDOUT: "connection_timeout"}
 
 def http_client() -> httpx2.AsyncClient:
     """A client that sends nothing which its caller did not ask for, and holds little of what an error reply says."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
     return httpx2.AsyncClient(
-        transport=_BoundedErrors(verify=_tls(), trust_env=False, limits=limits),
+        transport=_Transport(),
         trust_env=False,
         follow_redirects=False,
         timeout=None,
@@ -61,12 +61,11 @@ def typed_transport_error(error: Exception) -> ChatStreamError:
 
 
 def shut_down(response: httpx2.Response) -> None:
-    """Ends the response's connection for its peer, now. Closing it remains the owner's clean-up."""
+    """Ends the response's connection, now, for both sides."""
     stream = response.extensions.get("network_stream")
-    socket = stream.get_extra_info("socket") if stream is not None else None
-    if socket is not None:
-        with suppress(OSError):  # It is closed already.
-            socket.shutdown(sockets.SHUT_RDWR)
+    abort = stream.get_extra_info("abort") if stream is not None else None
+    if abort is not None:
+        abort()
 
 
 def unreadable_encoding(response: httpx2.Response) -> str:
@@ -91,11 +90,22 @@ def _tls() -> ssl.SSLContext:
     return httpx2.create_ssl_context(trust_env=False)
 
 
-class _BoundedErrors(httpx2.AsyncHTTPTransport):
-    """Cuts the body of an error reply, decoded: the SDK reads it whole, and believes any charset."""
+class _Transport(httpx2.AsyncHTTPTransport):
+    """On connections of our own. Cuts the body of an error reply, decoded: the SDK reads it whole, and believes any
+    charset."""
+
+    def __init__(self) -> None:
+        super().__init__(verify=_tls(), trust_env=False)
+        # The transport takes no backend; its pool does.
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=_tls(),
+            max_connections=None,
+            max_keepalive_connections=_KEPT_CONNECTIONS,
+            keepalive_expiry=_KEPT_S,
+            network_backend=Backend(),
+        )
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        request.extensions["trace"] = Handshakes()
         response = await super().handle_async_request(request)
         if 200 <= response.status_code < 300:
             return response
