@@ -1,12 +1,31 @@
 """The ASGI entry point: `uvicorn project.asgi:application`."""
 
-import os
+from __future__ import annotations
 
+import os
+from typing import Any
+
+import django
 from django.conf import settings
-from django.core.asgi import get_asgi_application
+from django.core.handlers.asgi import ASGIHandler
 
 from project.bounded_bodies import bounded_bodies
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
+django.setup(set_prefix=False)
 
-application = bounded_bodies(get_asgi_application(), settings.CHAT_REQUEST_BYTES_MAX)
+from project.page_middleware import is_call  # noqa: E402 - needs the apps
+
+
+class _Handler(ASGIHandler):
+    """Django's handler, which gives each request a thread of its own for its synchronous parts. A call of the API has
+    none but Django's signals: those share one thread."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and is_call(scope["path"]):
+            await self.handle(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+application = bounded_bodies(_Handler(), settings.CHAT_REQUEST_BYTES_MAX)

@@ -17,7 +17,7 @@ from django.db import close_old_connections, connections
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS = 8
+THREADS = 4
 WAITING_THREADS = 64
 _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="database")
 _waiting_pool = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")

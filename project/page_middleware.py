@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asgiref.sync import sync_to_async
 from django.contrib.auth.middleware import AuthenticationMiddleware
 from django.contrib.messages.middleware import MessageMiddleware
 from django.contrib.sessions.middleware import SessionMiddleware
@@ -20,18 +21,23 @@ from django.middleware.security import SecurityMiddleware
 _CALLS = ("/v1/", "/api/chat/", "/api/runs", "/api/search", "/healthz", "/readyz", "/metrics")
 
 
+def is_call(path: str) -> bool:
+    """Whether a call of the API is asked for rather than a page."""
+    return path.startswith(_CALLS)
+
+
 class _ForPages:
     """In front of a middleware of Django's: leaves it out where no page is asked for."""
 
     get_response: Any
 
     def __call__(self, request: HttpRequest) -> Any:
-        if not self._is_asynchronous() and request.path_info.startswith(_CALLS):
+        if not self._is_asynchronous() and is_call(request.path_info):
             return self.get_response(request)
         return super().__call__(request)  # type: ignore[misc]  # the middleware behind this mixin
 
     async def __acall__(self, request: HttpRequest) -> Any:
-        if request.path_info.startswith(_CALLS):
+        if is_call(request.path_info):
             return await self.get_response(request)
         return await super().__acall__(request)  # type: ignore[misc]  # the middleware behind this mixin
 
@@ -52,7 +58,12 @@ class Common(_ForPages, CommonMiddleware):
 
 
 class Csrf(_ForPages, CsrfViewMiddleware):
-    pass
+    async def process_view(  # type: ignore[override]  # Django takes either, and adapts neither where both ends agree
+        self, request: HttpRequest, callback: Any, arguments: Any, keywords: Any
+    ) -> Any:
+        if is_call(request.path_info):
+            return None
+        return await sync_to_async(super().process_view)(request, callback, arguments, keywords)
 
 
 class Authentication(_ForPages, AuthenticationMiddleware):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections import deque
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +32,7 @@ PAUSE_S = 0.2
 # Between two reads, so that one read carries the events of many turns. In all it stays far below a delta's own 20 ms.
 GATHER_S_PER_TURN = 0.000_05
 GATHER_S_MAX = 0.010
+BELL_TTL_S = 60
 
 
 class Subscription:
@@ -89,6 +91,7 @@ class EventReader:
         # A stream of this reader's own among those it reads: an entry in it ends a read that waits for others.
         self._bell_key = f"sluicegate:bell:{secrets.token_hex(8)}"
         self._bell_after = "0-0"
+        self._bell_expires_at = 0.0
         self._is_blocked = False
         self._ringing: set[asyncio.Task[None]] = set()
 
@@ -171,7 +174,9 @@ class EventReader:
         if self._bell is not None:
             with contextlib.suppress(*UNREACHABLE):
                 await self._bell.xadd(self._bell_key, {"ring": 1}, maxlen=1)
-                await self._bell.expire(self._bell_key, 60)
+                if time.monotonic() >= self._bell_expires_at - BELL_TTL_S / 2:
+                    self._bell_expires_at = time.monotonic() + BELL_TTL_S
+                    await self._bell.expire(self._bell_key, BELL_TTL_S)
 
     async def _disconnect(self) -> None:
         clients, self._client, self._bell = (self._client, self._bell), None, None

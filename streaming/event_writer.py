@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 # Entries of one turn in one pipeline: a turn with a backlog never holds up the others' first events.
 SHARE = 64
 PAUSE_S = 0.2
+# What no reader waits for goes with what follows it, or this much later.
+WAIT_S = 0.020
+_MAY_WAIT = frozenset({events.START, events.ATTEMPT})
 # A running turn's log outlives any reader's patience; the end sets the real time to live.
 RUNNING_TTL_S = 7 * 86_400
 
@@ -43,7 +46,7 @@ class TurnLog:
         """Adds an event to the log, on the writer's loop. Returns its size in bytes."""
         entry = events.encode(kind, attempt, data)
         self.entries.append(entry)
-        self._writer.has_news(self)
+        self._writer.has_news(self, may_wait=kind in _MAY_WAIT)
         return len(entry)
 
     async def close(self, attempt: int, end: dict[str, Any], within_s: float) -> bool:
@@ -90,6 +93,7 @@ class EventWriter:
         self._news: set[TurnLog] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
         self._wire: Wire | None = None
 
     def open(self, tenant_id: int, public_id: UUID) -> TurnLog:
@@ -100,10 +104,17 @@ class EventWriter:
             self._task = asyncio.create_task(self._run(), name="event-writer")
         return log
 
-    def has_news(self, log: TurnLog) -> None:
+    def has_news(self, log: TurnLog, *, may_wait: bool = False) -> None:
         if log in self._logs:
             self._news.add(log)
-            self._wake.set()
+            if not may_wait:
+                self._wake.set()
+            elif self._alarm is None:
+                self._alarm = asyncio.get_running_loop().call_later(WAIT_S, self._awake)
+
+    def _awake(self) -> None:
+        self._alarm = None
+        self._wake.set()
 
     def forget(self, log: TurnLog) -> None:
         self._logs.discard(log)
@@ -120,20 +131,25 @@ class EventWriter:
                     logger.warning("the event log cannot be written, events are kept: %s", type(error).__name__)
                     await self._disconnect()
                     await asyncio.sleep(PAUSE_S)
+                    self._wake.set()
         finally:
             await self._disconnect()
 
     async def _write_news(self) -> None:
+        # Cleared before the news are taken: what comes while they are written wakes the next round.
+        await self._wake.wait()
+        self._wake.clear()
         if not self._news:
-            self._wake.clear()
-            await self._wake.wait()
+            return
         if self._wire is None:
             await self._connect()
         news, self._news = self._news, set()
         try:
             await self._write([(log, log.pending()) for log in news])
         finally:
-            self._news |= {log for log in news if log in self._logs and log.pending()}
+            if left := {log for log in news if log in self._logs and log.pending()}:
+                self._news |= left
+                self._wake.set()
 
     async def _write(self, batch: list[tuple[TurnLog, list[tuple[int, bytes]]]]) -> None:
         commands: list[tuple[bytes | str | int, ...]] = []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from streaming import codes, events
-from streaming.events import Event
+from streaming.events import Event, to_json
 from streaming.openai_shape import Shape, error_of
 
 HEARTBEAT = b": heartbeat\n\n"
@@ -16,7 +15,7 @@ DONE = b"data: [DONE]\n\n"
 def native(event: Event) -> bytes:
     """One event as `GET /api/chat/turns/{id}/events` sends it. Only what stands in the log has an id to resume from."""
     head = f"id: {event.seq}\n" if event.seq else ""
-    data = json.dumps({"attempt": event.attempt, **event.data}, separators=(",", ":"))
+    data = to_json({"attempt": event.attempt, **event.data})
     return f"{head}event: {event.type}\ndata: {data}\n\n".encode()
 
 
@@ -84,4 +83,4 @@ class OpenAIStream:
 
 
 def _dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return to_json(value).encode()

@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from embeddings import shutdown
 from project.database_threads import in_database_thread
-from streaming import claims, lost_turns, turn, turn_run
+from streaming import claims, giving_way, lost_turns, turn, turn_run
 from streaming.models import ChatTurn, Conversation
 from streaming.states import TURN_ENDED, TurnState
 
@@ -28,9 +28,10 @@ def run_turn(public_id: str) -> None:
     # A turn that is not claimed stays queued: another worker gets it, when it is rung again.
     if shutdown.requested.is_set():
         return
-    claimed = in_database_thread(_claim, public_id)
-    if claimed is not None:
-        turn_run.run(*claimed)
+    with giving_way.starting(public_id):
+        claimed = in_database_thread(_claim, public_id)
+        if claimed is not None:
+            turn_run.run(*claimed)
 
 
 def _claim(public_id: str) -> tuple[ChatTurn, turn.Claim] | None:

@@ -22,7 +22,7 @@ from embeddings.knowledge.search import SearchHit
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 from project import event_loop
 from project.database_threads import in_database_thread
-from streaming import claims, codes, events
+from streaming import claims, codes, events, giving_way
 from streaming import turn as verbs
 from streaming.answer import Answer
 from streaming.budgets import InvalidBudgetError
@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 # Readers who are not told of the end find it in the database: the log is not waited for any longer.
 CLOSE_LOG_S = 2.0
-# So many deltas of one turn, then the other turns' first ones: a packet may hold hundreds.
-SHARE = 16
 
 SHUT_DOWN = Ending(
     TurnState.INTERRUPTED, codes.WORKER_SHUT_DOWN, "shut_down", detail="The worker that ran it was shut down."
@@ -67,12 +65,16 @@ TURN_WALL = Ending(
 class _Work:
     """What the loop needs of a turn: nothing that would touch the database."""
 
-    label: str
+    turn: str
     config: ProviderConfig
     request: dict[str, Any]
     sources: list[dict[str, Any]]
     # By the monotonic clock, the loop's own; None is never.
     deadline: float | None
+
+    @property
+    def label(self) -> str:
+        return f"turn={self.turn}"
 
 
 @dataclass
@@ -137,7 +139,7 @@ def _prepare(turn: ChatTurn, held: HeldClaim) -> _Work | Ending:
             return _interruption(held) if held.is_interrupted else _retrieval_failed(error, deadline)
         sources = sources_of(hits)
         request = request | {"messages": with_excerpts(request["messages"], hits)}
-    return _Work(f"turn={turn.public_id}", config, request, sources, deadline)
+    return _Work(str(turn.public_id), config, request, sources, deadline)
 
 
 def _is_past(deadline: float | None) -> bool:
@@ -239,8 +241,11 @@ class _Streaming:
                     if recorder.is_full:
                         break
                     taken += 1
-                    if taken % SHARE == 0:
-                        await asyncio.sleep(0)
+                    if taken == 1:
+                        giving_way.has_text(self._work.turn)
+                    # A packet may hold hundreds.
+                    if taken % giving_way.SHARE == 0:
+                        await giving_way.after_share()
         finally:
             recorder.flush()
             self._note(attempt.result, number, recorder)
