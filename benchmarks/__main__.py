@@ -22,6 +22,8 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "circuit": ((SQLITE,), {}),
     "interactive": ((SQLITE,), {"LANE_BATCH_MAX_WAIT_MS": "1000"}),
     "relay": ((SQLITE,), {}),
+    "streams": ((SQLITE,), {"CHAT_TURNS_PER_TENANT": "1000"}),
+    "watchdog": ((SQLITE,), {}),
 }
 _LONGEST_S = 600
 _PAGE = CHECKOUT / "docs" / "benchmarks.md"

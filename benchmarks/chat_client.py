@@ -1,4 +1,5 @@
-"""`python -m benchmarks.chat_client BASE_URL MODEL STREAMS READER`: streams of one chat server at the same time.
+"""`python -m benchmarks.chat_client BASE_URL MODEL STREAMS READER [OVER LONGEST]`: streams of one chat server at the
+same time, started evenly over OVER seconds (0) and given up LONGEST seconds after the first (600).
 
 READER is `sdk`, the official client's own loop, or `raw`, which costs so little that the server under it can be seen.
 The key is read from BENCH_CHAT_KEY. Prints one JSON object: what every stream saw, by `chat_server`'s time stamps.
@@ -7,6 +8,7 @@ The key is read from BENCH_CHAT_KEY. Prints one JSON object: what every stream s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -27,7 +29,7 @@ class Seen:
     first_s: float | None = None
     total_s: float = 0.0
     delays_ms: list[float] = field(default_factory=list)
-    error: str = ""
+    error: str = "given up"
 
     def take(self, text: str, began: float) -> None:
         now = time.monotonic_ns()
@@ -41,26 +43,34 @@ Texts = Callable[[], AsyncIterator[str]]
 
 
 def main() -> None:
-    base_url, model, streams, reader = sys.argv[1:]
+    base_url, model, streams, reader, *times = sys.argv[1:]
+    over_s, longest_s = map(float, times or (0, 600))
     key = os.environ.get("BENCH_CHAT_KEY", "none")
     began = time.monotonic()
-    seen = asyncio.run(_all({"sdk": _sdk, "raw": _raw}[reader](base_url, model, key), int(streams)))
+    texts = {"sdk": _sdk, "raw": _raw}[reader](base_url, model, key)
+    seen = asyncio.run(_all(texts, int(streams), over_s, longest_s))
     print(json.dumps({"seconds": time.monotonic() - began, "streams": [asdict(each) for each in seen]}))
 
 
-async def _all(texts: Texts, streams: int) -> list[Seen]:
-    return await asyncio.gather(*(_one(texts) for _ in range(streams)))
+async def _all(texts: Texts, streams: int, over_s: float, longest_s: float) -> list[Seen]:
+    seen = [Seen() for _ in range(streams)]
+    each = [_one(texts, one, over_s * number / streams) for number, one in enumerate(seen)]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(longest_s):
+            await asyncio.gather(*each)
+    return seen
 
 
-async def _one(texts: Texts) -> Seen:
-    seen, began = Seen(), time.monotonic()
+async def _one(texts: Texts, seen: Seen, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    began = time.monotonic()
     try:
         async for text in texts():
             seen.take(text, began)
+        seen.error = ""
     except Exception as error:  # Whatever it is: it is counted.
         seen.error = f"{type(error).__name__}: {error}"[:200]
     seen.total_s = time.monotonic() - began
-    return seen
 
 
 def _sdk(base_url: str, model: str, key: str) -> Texts:

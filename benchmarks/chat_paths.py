@@ -45,9 +45,10 @@ class ChatPath:
     key: str
     processes: tuple[psutil.Process, ...] = ()
 
-    def stream(self, streams: int, reader: str) -> dict[str, Any]:
+    def stream(self, streams: int, reader: str, *times: float) -> dict[str, Any]:
         """So many streams at the same time, by a client in a process of its own: what `chat_client` prints."""
         words = [sys.executable, "-m", "benchmarks.chat_client", self.base_url, self.model, str(streams), reader]
+        words += map(str, times)
         done = subprocess.run(
             words,
             cwd=CHECKOUT,
@@ -57,6 +58,12 @@ class ChatPath:
             timeout=_CLIENT_S,
         )
         return dict(json.loads(done.stdout))
+
+    def usage(self) -> tuple[float, float]:
+        """Seconds of processor time that its processes have had, and the megabytes of memory that are theirs alone."""
+        all_of_them = [each for process in self.processes for each in (process, *process.children(recursive=True))]
+        cpu_s = sum(sum(each.cpu_times()[:2]) for each in all_of_them)
+        return cpu_s, sum(each.memory_full_info().uss for each in all_of_them) / 1e6
 
 
 @contextlib.contextmanager

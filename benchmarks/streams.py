@@ -1,0 +1,89 @@
+"""Many streams at once, each as fast as a model writes: 200 at 20 chunks a second for a minute.
+
+They start one after another over ten seconds. Every chunk says when it was sent; what it was late by when the client
+had it is the delay. The client costs as little as it can, and so does the server: the two cores belong to what is
+measured. What LiteLLM has not delivered by the time the last answer should have been over is given up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.chat_paths import LITELLM, ChatPath, chat_server, litellm, sluicegate, straight
+from benchmarks.row import Row
+from streaming.models import ChatAttempt
+
+STREAMS, PER_SECOND, SECONDS, OVER_S = 200, 20, 60, 10.0
+P99_TARGET_MS = 250.0
+_GIVE_UP_AFTER_S = SECONDS + OVER_S + 20.0
+# A look at the memory while every stream is open.
+_LOOK_S = OVER_S + SECONDS / 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`delays_ms` sorted; `whole` streams came to their end with every chunk."""
+
+    delays_ms: list[float]
+    whole: int
+    cores: float
+    memory_mb: float
+
+    def percentile(self, share: float) -> float:
+        return self.delays_ms[int(share * (len(self.delays_ms) - 1))] if self.delays_ms else float("nan")
+
+
+def run(database: str) -> list[Row]:
+    chunks = PER_SECOND * SECONDS
+    with chat_server(chunks, 1 / PER_SECOND) as server:
+        found = {}
+        for name, way in (("straight", straight), ("Sluicegate", sluicegate), ("LiteLLM", litellm)):
+            with way(server) as path:
+                found[name] = _measure(path, chunks)
+    false_timeouts = ChatAttempt.objects.exclude(end_state="completed").count()
+    return [row for name, each in found.items() for row in _rows(name, each)] + [
+        Row("streams", "attempts that ended otherwise than completed", (false_timeouts,), "", 0, "exactly", 0)
+    ]
+
+
+def _measure(path: ChatPath, chunks: int) -> Measured:
+    before_s, before_mb = path.usage()
+    during_mb: list[float] = []
+    look = threading.Timer(_LOOK_S, lambda: during_mb.append(path.usage()[1]))
+    look.start()
+    seen: dict[str, Any] = path.stream(STREAMS, "raw", OVER_S, _GIVE_UP_AFTER_S)
+    look.join()
+    delays = [stream["delays_ms"] for stream in seen["streams"]]
+    return Measured(
+        sorted(itertools.chain.from_iterable(delays)),
+        sum(len(each) == chunks and not stream["error"] for each, stream in zip(delays, seen["streams"], strict=True)),
+        (path.usage()[0] - before_s) / seen["seconds"],
+        during_mb[0] - before_mb,
+    )
+
+
+def _rows(name: str, each: Measured) -> list[Row]:
+    ours = name == "Sluicegate"
+    through = {"straight": "straight", "LiteLLM": f"through {LITELLM}"}.get(name, f"through {name}")
+    p99 = (round(each.percentile(0.99), 1),)
+    rows = [
+        Row(
+            "streams",
+            f"{STREAMS} streams at {PER_SECOND} chunks/s for {SECONDS} s, {through}: whole answers",
+            (each.whole,),
+            target=STREAMS if ours else None,
+            decimals=0,
+        ),
+        Row("streams", "the same: delay of a chunk, median", (each.percentile(0.5),), "ms", decimals=0),
+        Row("streams", "the same: p99", p99, "ms", P99_TARGET_MS if ours else None, "at most", 0),
+    ]
+    if name == "straight":
+        return rows
+    return [
+        *rows,
+        Row("streams", "the same: cores in use, web and worker", (each.cores,)),
+        Row("streams", "the same: memory for each stream", (each.memory_mb / STREAMS * 1000,), "kB", decimals=0),
+    ]
