@@ -66,7 +66,8 @@ class Answer:
     def add(self, choice: int, delta: Mapping[str, Any], logprobs: Any = None) -> None:
         part = self._choices.setdefault(choice, _Choice())
         self.characters += part.add(delta)
-        part.logprobs = merged_logprobs(part.logprobs, logprobs)
+        if logprobs:
+            part.logprobs = merged_logprobs(part.logprobs, logprobs)
 
     def finish(self, choice: int, reason: str) -> None:
         self._choices.setdefault(choice, _Choice()).finish_reason = reason

@@ -27,6 +27,9 @@ PAUSE_S = 0.2
 # What no reader waits for goes with what follows it, or this much later.
 WAIT_S = 0.020
 _MAY_WAIT = frozenset({events.START, events.ATTEMPT})
+# Between two writes, so that one write carries the events of many turns. It stays far below a delta's own 20 ms.
+GATHER_S_PER_TURN = 0.000_05
+GATHER_S_MAX = 0.010
 # A running turn's log outlives any reader's patience; the end sets the real time to live.
 RUNNING_TTL_S = 7 * 86_400
 
@@ -127,6 +130,7 @@ class EventWriter:
             while task is None or not task.cancelling():
                 try:
                     await self._write_news()
+                    await asyncio.sleep(min(GATHER_S_MAX, GATHER_S_PER_TURN * len(self._logs)))
                 except UNREACHABLE as error:
                     logger.warning("the event log cannot be written, events are kept: %s", type(error).__name__)
                     await self._disconnect()

@@ -118,7 +118,7 @@ class StreamGuard:
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
-        self._task = task = asyncio.current_task()
+        self._task = task = asyncio.current_task(loop)
         self._cancels_before = task.cancelling() if task is not None else 0
         self._due = due = self._clock.begin_wait(now)
         if due > now:
