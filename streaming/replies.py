@@ -125,7 +125,7 @@ class _ChunkBody:
             try:
                 turn.request_cancel(self._turn)
             finally:
-                # The thread that closes a reply is the reply's own and ends with it.
+                # The thread that closes replies is Django's, and keeps no connection between two of them.
                 connections.close_all()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.chat_stack import text_of
+from tests.conftest import REPOSITORY_ROOT
 from tests.provider_server import Reply, hang, json_reply, status
 from tests.provider_server.chat_stream import (
     A,
@@ -240,6 +241,22 @@ def test_case(chat, case):
     assert [event["event"] for event in events].count("start") == 1
     assert {event["attempt"] for event in events if event["event"] == "delta"} <= {case.calls}
     eventually(lambda: not any(call.is_open for call in chat.server.chat_calls), timeout=1.5)
+
+
+def documented():
+    """The cases as a table in Markdown: docs/streaming_cases.md."""
+    lines = ["| wire | end state | kind | attempts | text kept |", "|---|---|---|---|---|"]
+    for case in CASES:
+        text = (
+            "as far as it came" if case.text is None else "the whole answer" if case.state == "completed" else case.text
+        )
+        shown = text if len(text) < 40 else f"{len(text):,} characters"
+        lines.append(f"| {' | '.join([case.name, case.state, case.kind or '-', str(case.calls), shown or '-'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_cases_is_the_documents():
+    assert documented() in (REPOSITORY_ROOT / "docs" / "streaming_cases.md").read_text()
 
 
 def test_25_usage_is_recorded(chat):
