@@ -30,7 +30,7 @@ from project.processes import CHECKOUT, background, within
 
 LITELLM = "litellm[proxy]==1.108.7"
 _READY_S = 120.0
-_WARM_STREAMS, _WARM_ROUNDS = 20, 2
+_WARM_STREAMS, _WARM_ROUNDS, _WARM_S = 20, 2, 10
 _CLIENT_S = 200.0
 _MASTER_KEY = "sk-bench"
 _numbers = itertools.count(1)
@@ -136,7 +136,8 @@ def _await_ready(path: ChatPath) -> None:
     deadline = time.monotonic() + _READY_S
     warm = 0
     while warm < _WARM_ROUNDS:
-        warm += not any(stream["error"] for stream in path.stream(_WARM_STREAMS, "raw")["streams"])
+        streams = path.stream(_WARM_STREAMS, "raw", 0, _WARM_S)["streams"]
+        warm += all(stream["first_s"] is not None for stream in streams)
         assert time.monotonic() < deadline, f"{path.name} does not stream"
 
 
