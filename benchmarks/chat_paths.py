@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ import psutil
 from honcho.environ import parse_procfile
 
 from benchmarks.environments import bin_of
-from benchmarks.stage import var_dir
+from benchmarks.stage import serving, var_dir
 from embeddings import registry
 from embeddings.models import Tenant
 from project.processes import CHECKOUT, background, within
+from tests.provider_server import unused_port
 
 LITELLM = "litellm[proxy]==1.108.7"
 _READY_S = 120.0
@@ -67,14 +68,9 @@ class ChatPath:
         return cpu_s, sum(each.memory_full_info().uss for each in all_of_them) / 1e6
 
 
-@contextlib.contextmanager
-def chat_server(chunks: int, interval: float = 0.0) -> Iterator[str]:
+def chat_server(chunks: int, interval: float = 0.0) -> contextlib.AbstractContextManager[str]:
     """The root URL of `benchmarks.chat_server`."""
-    log = var_dir() / f"chat-server-{next(_numbers)}.log"
-    words = [sys.executable, "-m", "benchmarks.chat_server", "--chunks", str(chunks), "--interval", str(interval)]
-    with background(words, os.environ, log):
-        assert within(lambda: log.read_bytes().endswith(b"\n"), _READY_S), log.read_text()
-        yield log.read_text().split()[-1]
+    return serving("benchmarks.chat_server", "--chunks", str(chunks), "--interval", str(interval))
 
 
 def straight(server: str) -> contextlib.AbstractContextManager[ChatPath]:
@@ -88,7 +84,7 @@ def sluicegate(server: str) -> Iterator[ChatPath]:
     number = next(_numbers)
     provider = registry.set_provider(f"chat-{number}", values).provider
     _, key = registry.issue_key(Tenant.objects.create(slug=f"chat-{number}", chat_provider=provider))
-    port = _unused_port()
+    port = unused_port()
     with _procfile("web", SLUICEGATE_PORT=str(port)) as web, _procfile("chat") as worker:
         path = ChatPath("Sluicegate", f"http://127.0.0.1:{port}/v1", "bench", key, (web, worker))
         _await_ready(path)
@@ -99,7 +95,7 @@ def sluicegate(server: str) -> Iterator[ChatPath]:
 def litellm(server: str) -> Iterator[ChatPath]:
     """The LiteLLM proxy in an environment of its own, told to say as little as it can."""
     program = bin_of("litellm", [LITELLM]) / "litellm"
-    config, port = var_dir() / "litellm.json", _unused_port()
+    config, port = var_dir() / "litellm.json", unused_port()
     target = {"model": "openai/bench", "api_base": f"{server}/v1", "api_key": "none"}
     settings = {
         "model_list": [{"model_name": "bench", "litellm_params": target}],
@@ -118,16 +114,10 @@ def litellm(server: str) -> Iterator[ChatPath]:
 
 @contextlib.contextmanager
 def _procfile(name: str, **environ: str) -> Iterator[psutil.Process]:
-    command = parse_procfile_line(name)
+    command = parse_procfile((CHECKOUT / "Procfile").read_text()).processes[name]
     log = var_dir() / f"{name}-{next(_numbers)}.log"
     with background(["sh", "-c", f"exec {command}"], os.environ | environ, log) as process:
         yield psutil.Process(process.pid)
-
-
-def parse_procfile_line(name: str) -> str:
-    """The command of a process of the Procfile."""
-    processes: Mapping[str, str] = parse_procfile((CHECKOUT / "Procfile").read_text()).processes
-    return processes[name]
 
 
 def _await_ready(path: ChatPath) -> None:
@@ -148,9 +138,3 @@ def _answers(path: ChatPath) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _unused_port() -> int:
-    from tests.provider_server import unused_port
-
-    return unused_port()

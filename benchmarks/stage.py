@@ -88,11 +88,18 @@ def var_dir() -> Path:
 @contextlib.contextmanager
 def scripted_server(*options: str) -> Iterator[ScriptedServer]:
     """`python -m tests.provider_server OPTIONS` for the block."""
+    with serving("tests.provider_server", *options) as address:
+        yield ScriptedServer(address)
+
+
+@contextlib.contextmanager
+def serving(module: str, *options: str) -> Iterator[str]:
+    """`python -m MODULE OPTIONS` for the block: the address that it prints once it listens."""
     log = var_dir() / f"server-{next(_numbers)}.log"
-    with background([sys.executable, "-m", "tests.provider_server", *options], os.environ, log) as process:
+    with background([sys.executable, "-m", module, *options], os.environ, log) as process:
         if not within(lambda: log.read_bytes().endswith(b"\n") or process.poll() is not None, _READY_S):
-            raise RuntimeError(f"the scripted server did not start: {log.read_text()}")
-        yield ScriptedServer(log.read_text().split()[-1])
+            raise RuntimeError(f"{module} did not start: {log.read_text()}")
+        yield log.read_text().split()[-1]
 
 
 @contextlib.contextmanager
