@@ -29,7 +29,7 @@ def settle_outcome(outcome_id: int) -> None:
     except DispatchNotAllowed:
         put = 0
     if put == 0:
-        _decide_embedded(outcome)
+        _decide_ended(outcome)
 
 
 def _failed_task(outcome: RepositoryOutcome) -> EmbeddingTask | None:
@@ -56,13 +56,16 @@ class _Coded:
     code: str
 
 
-def _decide_embedded(outcome: RepositoryOutcome) -> None:
+def _decide_ended(outcome: RepositoryOutcome) -> None:
     """Decides an outcome that has nothing queued or at the provider: by what is stored, and what is still pending."""
     with transaction.atomic():
         run = task_queue.lock_run(outcome.run_id)
         if EmbeddingTask.objects.filter(outcome=outcome, state__in=TASK_UNSETTLED).exists():
             return
-        if has_pending(outcome):
+        # Looked for once more, now that nothing is out: the last one may have failed since we first looked.
+        if failed := _failed_task(outcome):
+            _decide_failed(outcome, failed)
+        elif has_pending(outcome):
             if run.dispatch_allowed:
                 return
             outcome.run.refresh_from_db()

@@ -8,7 +8,7 @@ from django.utils import timezone
 
 from embeddings import circuit, codes, outcomes, shutdown, sweep, task_queue
 from embeddings.errors import UsageError
-from embeddings.knowledge import store
+from embeddings.knowledge import batches, store
 from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, Repository, RepositoryOutcome, TenantRun
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, RunTrigger, TaskState
 from tests.factories import make_outcome, make_provider, make_repository, make_run, make_tenant
@@ -241,6 +241,23 @@ class TestEmbedding:
         task_queue.remove_held(of_b, "X")
         sweep.after_task(of_b)
         assert codes_of(outcome_of(run, b)) == (S.DEFERRED, codes.CIRCUIT_OPEN, "")
+
+    def test_work_that_fails_while_its_outcome_is_looked_at_fails_under_its_own_name(self, stage, monkeypatch):
+        a, b = stage.repository("a", "alpha"), stage.repository("b", *texts("beta", 9))
+        run = stage.start(a, b)
+        stage.scan(run)
+        of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
+        circuit.open_for(of_a, TimedOut())
+        task_queue.fail(of_a, TimedOut.code, "")
+        refill = batches.refill
+
+        def refill_as_the_reply_fails(outcome):
+            task_queue.fail(of_b, "PROVIDER_STATUS", "")
+            return refill(outcome)
+
+        monkeypatch.setattr(batches, "refill", refill_as_the_reply_fails)
+        sweep.advance(run.pk)
+        assert codes_of(outcome_of(run, b)) == (S.FAILED, codes.PROVIDER_FAILED, "PROVIDER_STATUS")
 
 
 class TestEnding:

@@ -1,6 +1,9 @@
 """Ask for a text's cuts, in processes that can be lost (docs/architecture.md, Sweep)."""
 
+from __future__ import annotations
+
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -26,8 +29,8 @@ def cuts(path: str, text: str, capacity: int) -> list[int]:
         return []
     with _turns:
         try:
-            process = _idle.pop() if _idle else _Process()
-        except (IndexError, OSError):
+            process = _living() or _Process()
+        except OSError:
             return []
         offsets = process.ask(grammars.grammar_of(path), text, capacity)
         if offsets is None:
@@ -35,6 +38,17 @@ def cuts(path: str, text: str, capacity: int) -> list[int]:
         else:
             _idle.append(process)
     return offsets or []
+
+
+def _living() -> _Process | None:
+    """An idle process, or None. Those that were killed while they had nothing to do cost no text its cuts."""
+    with contextlib.suppress(IndexError):
+        while True:
+            process = _idle.pop()
+            if process.is_alive():
+                return process
+            process.close()
+    return None
 
 
 class _Process:
@@ -48,6 +62,9 @@ class _Process:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, grammar: str, text: str, capacity: int) -> list[int] | None:
         """The offsets, or None if the process died of the question."""
