@@ -14,6 +14,9 @@ from project.bounded_bodies import bounded_bodies
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
 django.setup(set_prefix=False)
 
+from django.urls import get_resolver  # noqa: E402 - needs the apps
+
+from project.lasting import keep_what_is_loaded  # noqa: E402
 from project.page_middleware import is_call  # noqa: E402 - needs the apps
 
 
@@ -29,3 +32,7 @@ class _Handler(ASGIHandler):
 
 
 application = bounded_bodies(_Handler(), settings.CHAT_REQUEST_BYTES_MAX)
+
+# Otherwise the first request would wait for every view to be imported.
+get_resolver().url_patterns  # noqa: B018
+keep_what_is_loaded()

@@ -8,6 +8,8 @@ from typing import Any
 
 from celery import Celery, signals
 
+from project.lasting import keep_what_is_loaded
+
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
 
 app = Celery("sluicegate")
@@ -27,6 +29,11 @@ def _prepare_worker(sender: Any, **_: Any) -> None:
 
     valkey.ensure_server()
     importlib.import_module("openai")
+
+
+@signals.worker_ready.connect
+def _keep_what_is_loaded(**_: Any) -> None:
+    keep_what_is_loaded()
 
 
 @signals.worker_shutting_down.connect

@@ -1,6 +1,9 @@
 """Connections for the HTTP client under a chat stream, at a third of what its own cost for each packet (a chat has
 thousands a second): those enter a cancel scope and a time limit, and pause and resume the socket, at every read.
 
+A read costs as much as some packets do. Where hundreds of streams run, what comes for one of them shortly after it was read
+is therefore gathered and read at once.
+
 No time limits: the watchdog is the one owner of time (docs/architecture.md, Chat). TCP and TLS only; no Unix sockets.
 Errors are httpcore2's own, the system's error as their cause.
 """
@@ -20,6 +23,15 @@ from httpcore2 import SOCKET_OPTION
 
 # So much may wait unread before the peer has to.
 _UNREAD_BYTES_MAX = 256 * 1024
+# So many reads a second are made of all streams together, those that are quiet longer than their share not counted.
+READS_PER_S = 2_000
+# A share that is shorter saves nothing: fewer packets come within it. A longer one would be seen, and could be taken for
+# silence by the shortest of budgets.
+GATHER_LEAST_S, GATHER_MOST_S = 0.020, 0.100
+# The head of a reply and its first text are not gathered.
+FIRST_READS = 4
+# Nor is what comes faster than it can be read.
+GATHERED_BYTES_MAX = 16 * 1024
 # Between two addresses of one name, as RFC 8305 recommends.
 _NEXT_ADDRESS_S = 0.25
 # asyncio's own limit on a handshake, lifted.
@@ -73,6 +85,7 @@ class Connection(httpcore2.AsyncNetworkStream):
         if self._wire.error is not None:
             raise httpcore2.WriteError(str(self._wire.error)) from self._wire.error
         if buffer:
+            self._wire.reads = 0
             self._wire.transport.write(buffer)
             await self._wire.room()
 
@@ -111,6 +124,12 @@ class Connection(httpcore2.AsyncNetworkStream):
 _NAMES = {"client_addr": "sockname", "server_addr": "peername"}
 
 
+def gather_s(streams: int) -> float:
+    """Seconds between two reads of one stream, where so many are waited for."""
+    share = streams / READS_PER_S
+    return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0
+
+
 class _Wire(asyncio.Protocol):
     """What the loop calls: keeps what came until it is read, and stops the peer when that becomes too much."""
 
@@ -118,10 +137,13 @@ class _Wire(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.unread = bytearray()
+        self.reads = 0
         self.has_ended = False
         self.error: Exception | None = None
         self._loop = loop
         self._is_paused = self._is_lost = False
+        self._read_at = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
 
@@ -133,9 +155,11 @@ class _Wire(asyncio.Protocol):
     async def news(self) -> None:
         """Until bytes come, or the end."""
         self._reader = self._loop.create_future()
+        _waited_for.add(self)
         try:
             await self._reader
         finally:
+            _waited_for.discard(self)
             self._reader = None
 
     async def room(self) -> None:
@@ -146,6 +170,8 @@ class _Wire(asyncio.Protocol):
     def take(self, max_bytes: int) -> bytes:
         taken = bytes(self.unread[:max_bytes])
         del self.unread[:max_bytes]
+        self.reads += 1
+        self._read_at = self._loop.time()
         if self._is_paused and len(self.unread) < _UNREAD_BYTES_MAX:
             self._is_paused = False
             self.transport.resume_reading()
@@ -164,14 +190,15 @@ class _Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.unread += data
-        _wake(self._reader)
+        if self._reader is not None:
+            self._wake_reader_in_time()
         if len(self.unread) >= _UNREAD_BYTES_MAX and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
 
     def eof_received(self) -> None:
         self.has_ended = True
-        _wake(self._reader)
+        self._wake_reader()
 
     def pause_writing(self) -> None:
         self._writer = self._loop.create_future()
@@ -183,8 +210,27 @@ class _Wire(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.has_ended = self._is_lost = True
         self.error = error
-        _wake(self._reader)
+        self._wake_reader()
         self.resume_writing()
+
+    def _wake_reader_in_time(self) -> None:
+        """At once, or when its share of the process's reads has come."""
+        due = self._read_at + gather_s(len(_waited_for))
+        is_early = self.reads >= FIRST_READS and len(self.unread) < GATHERED_BYTES_MAX and self._loop.time() < due
+        if not is_early:
+            self._wake_reader()
+        elif self._alarm is None:
+            self._alarm = self._loop.call_at(due, self._wake_reader)
+
+    def _wake_reader(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        _wake(self._reader)
+
+
+# On every loop of the process: single operations of a set, which need no lock.
+_waited_for: set[_Wire] = set()
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:

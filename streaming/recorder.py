@@ -47,7 +47,7 @@ class Recorder:
         self._attempt = 0
         self._pending: dict[int, _Pending] = {}
         self._said_at = float("-inf")
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
 
     def event(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
         """Logs an event, after whatever was said before it."""
@@ -56,7 +56,7 @@ class Recorder:
         self._append(kind, data)
 
     def delta(self, delta: ChatDelta) -> None:
-        """Takes one delta: logged at once if none was for 20 ms, else joined to its neighbours until then."""
+        """Takes one delta: logged with what came in the same packets if none was for 20 ms, else joined until then."""
         said, logprobs = _said(delta)
         pending = self._pending.get(delta.index)
         if pending is not None and (both := joined(pending.delta, said)) is not None:
@@ -68,10 +68,11 @@ class Recorder:
         self._taken += len(delta.text) if delta.is_plain else _characters(said)
         due = self._said_at + JOIN_S
         # Nothing may follow what fills the room: it is not waited for.
-        if self._taken >= self._room or self._loop.time() >= due:
+        if self._taken >= self._room:
             self.flush()
         elif self._timer is None:
-            self._timer = self._loop.call_at(due, self.flush)
+            is_due = self._loop.time() >= due
+            self._timer = self._loop.call_soon(self.flush) if is_due else self._loop.call_at(due, self.flush)
 
     def flush(self) -> None:
         """Logs whatever is being joined."""

@@ -4,12 +4,14 @@ import asyncio
 import socket
 import ssl
 import threading
+from functools import partial
 from pathlib import Path
 
 import httpcore2
 import pytest
 
-from streaming.connections import Backend
+from streaming import connections
+from streaming.connections import FIRST_READS, Backend, gather_s
 from tests.bare_server import bare_server
 from tests.strict_loop import run
 from tests.waiting import eventually
@@ -192,3 +194,64 @@ def test_two_aborts_are_one():
         return await connection.read(10)
 
     assert connected(lambda peer: peer.recv(1), talk) == b""
+
+
+class TestGathering:
+    """What comes for one stream shortly after it was read, where many are waited for."""
+
+    @pytest.fixture
+    def few_reads(self, monkeypatch):
+        """One stream is as much as the process may read in a second."""
+        monkeypatch.setattr(connections, "READS_PER_S", 1)
+        monkeypatch.setattr(connections, "GATHER_MOST_S", 10.0)
+
+    @staticmethod
+    def reads_of(parts, *, first=FIRST_READS, one_by_one=False):
+        """The reads that `parts` take after the first reads of a reply. Each part is sent once the one before it has
+        arrived; `one_by_one`, once it has been read."""
+        reads, wires = [], []
+
+        def awaits_more(sent, is_read):
+            if not wires or wires[0] not in connections._waited_for:
+                return False
+            return b"".join(reads) + (b"" if is_read else bytes(wires[0].unread)) == sent
+
+        def answer(peer):
+            sent = b""
+            for number, part in enumerate([b"-"] * first + parts):
+                eventually(partial(awaits_more, sent, one_by_one or number <= first), timeout=5)
+                peer.sendall(part)
+                sent += part
+            peer.shutdown(socket.SHUT_WR)
+            peer.recv(1)
+
+        async def talk(connection):
+            wires.append(connection._wire)
+            while part := await connection.read(65_536):
+                reads.append(part)
+            return reads[first:]
+
+        return connected(answer, talk)
+
+    def test_it_is_read_in_one(self, few_reads):
+        assert self.reads_of([b"a", b"b", b"c"]) == [b"abc"]
+
+    def test_twin_with_reads_to_spare_each_part_is_read_as_it_comes(self):
+        assert self.reads_of([b"a", b"b", b"c"], one_by_one=True) == [b"a", b"b", b"c"]
+
+    def test_the_first_reads_of_a_reply_wait_for_nothing(self, few_reads):
+        assert self.reads_of([b"a", b"b", b"c"], first=0, one_by_one=True) == [b"a", b"b", b"c"]
+
+    def test_nor_does_a_flood(self, few_reads, monkeypatch):
+        monkeypatch.setattr(connections, "GATHERED_BYTES_MAX", 3)
+        assert self.reads_of([b"a", b"bc", b"d"]) == [b"abc", b"d"]
+
+    def test_what_nothing_follows_is_read_when_its_time_has_come(self, few_reads, monkeypatch):
+        monkeypatch.setattr(connections, "GATHER_MOST_S", 0.05)
+        assert self.reads_of([b"a", b"b"], one_by_one=True) == [b"a", b"b"]
+
+    @pytest.mark.parametrize(
+        ("streams", "seconds"), [(0, 0), (1, 0), (40, 0), (41, 0.0205), (100, 0.05), (200, 0.1), (5_000, 0.1)]
+    )
+    def test_a_streams_share_of_the_reads(self, streams, seconds):
+        assert gather_s(streams) == pytest.approx(seconds)
