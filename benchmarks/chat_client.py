@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from urllib.parse import urlsplit
 
 _STAMP = re.compile(r"@(\d+) ")
-_QUESTION = [{"role": "user", "content": "How does the lane decide?"}]
+_QUESTION = "How does the lane decide?"
 
 
 @dataclass
@@ -79,7 +79,9 @@ def _sdk(base_url: str, model: str, key: str) -> Texts:
     client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=600.0)
 
     async def texts() -> AsyncIterator[str]:
-        stream = await client.chat.completions.create(model=model, messages=_QUESTION, stream=True)  # type: ignore
+        stream = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": _QUESTION}], stream=True
+        )
         async for chunk in stream:
             if chunk.choices and chunk.choices[0].delta.content:
                 yield chunk.choices[0].delta.content
@@ -89,7 +91,7 @@ def _sdk(base_url: str, model: str, key: str) -> Texts:
 
 def _raw(base_url: str, model: str, key: str) -> Texts:
     url = urlsplit(base_url)
-    body = json.dumps({"model": model, "messages": _QUESTION, "stream": True})
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}], "stream": True})
     head = (
         f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"

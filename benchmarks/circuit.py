@@ -14,10 +14,11 @@ from pathlib import Path
 from benchmarks import material
 from benchmarks.environments import bin_of
 from benchmarks.row import Row
-from benchmarks.stage import scripted_server, worker
+from benchmarks.runs import await_end
+from benchmarks.stage import scripted_server, var_dir, worker
 from embeddings import codes, registry, sweep
-from embeddings.models import RepositoryOutcome, TenantRun
-from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunTrigger
+from embeddings.models import RepositoryOutcome
+from embeddings.states import OutcomeStatus, RunTrigger
 from project.processes import CHECKOUT, background, within
 
 REPOSITORIES = 50
@@ -67,15 +68,10 @@ def _sweep_of_a_silent_server() -> int:
         queued = outcomes.filter(status=OutcomeStatus.EMBEDDING)
         assert within(lambda: queued.count() == REPOSITORIES, 60.0), "not all repositories came to be queued"
         registry.resume_provider(provider)
-        _await_end(started)
+        await_end([started])
         spared = outcomes.filter(error_code=codes.CIRCUIT_OPEN).count()
         assert spared == REPOSITORIES - 1, f"{spared} repositories were spared"
         return int(server.log()["embedding_calls"])
-
-
-def _await_end(run_: TenantRun) -> None:
-    unfinished = TenantRun.objects.filter(pk=run_.pk, status__in=RUN_UNFINISHED)
-    assert within(lambda: not unfinished.exists(), 60.0), "the run did not end"
 
 
 def _loop(python: Path, library: str) -> tuple[int, str]:
@@ -83,7 +79,7 @@ def _loop(python: Path, library: str) -> tuple[int, str]:
     with scripted_server("--hang") as server:
         words = [library, server.base_url, str(_LOOP_REPOSITORIES), str(_LOOP_TIMEOUT_S)]
         script = CHECKOUT / "benchmarks" / "naive_loop.py"
-        log = Path(os.environ["VAR_DIR"]) / f"{library}.log"
+        log = var_dir() / f"{library}.log"
         with background([str(python), str(script), *words], os.environ, log) as loop:
             assert within(lambda: b"started" in log.read_bytes(), 60.0), log.read_text()
             ended = within(lambda: loop.poll() is not None, _LOOP_LONGEST_S)

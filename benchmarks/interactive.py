@@ -152,5 +152,6 @@ def _ask_until(provider: Provider, over: threading.Event) -> None:
 
 
 def _dispatches(provider: Provider) -> list[datetime]:
-    batches = EmbeddingTask.objects.filter(provider=provider, priority=TaskPriority.BATCH, dispatched_at__isnull=False)
-    return list(batches.order_by("dispatched_at").values_list("dispatched_at", flat=True))
+    batches = EmbeddingTask.objects.filter(provider=provider, priority=TaskPriority.BATCH)
+    moments = batches.order_by("dispatched_at").values_list("dispatched_at", flat=True)
+    return [moment for moment in moments if moment is not None]

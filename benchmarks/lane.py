@@ -16,11 +16,12 @@ import openai
 
 from benchmarks import material
 from benchmarks.row import Row
+from benchmarks.runs import await_end
 from benchmarks.stage import ScriptedServer, scripted_server, worker
 from embeddings import registry, sweep
 from embeddings.follow import follow
 from embeddings.models import KnowledgeRow, RepositoryOutcome, TenantRun
-from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunTrigger
+from embeddings.states import OutcomeStatus, RunTrigger
 from project.processes import within
 
 LATENCY_S = 0.05
@@ -36,7 +37,7 @@ def run(database: str) -> list[Row]:
     with scripted_server("--latency", str(LATENCY_S), "--dimensions", "384") as server:
         alone = [_round(server, sources, _scan_here, follow)]
         with worker():
-            by_worker = [_round(server, sources, _nothing, _await) for _ in range(_REPEATS)]
+            by_worker = [_round(server, sources, _nothing, await_end) for _ in range(_REPEATS)]
         bare = _bare_loop(server)
     what = f"busy share of a 50 ms server, {database}"
     return [
@@ -96,11 +97,6 @@ def _scan_here(runs: Sequence[TenantRun]) -> None:
 
 def _nothing(runs: Sequence[TenantRun]) -> None:
     """The worker scans."""
-
-
-def _await(runs: Sequence[TenantRun]) -> None:
-    unfinished = TenantRun.objects.filter(pk__in=[run_.pk for run_ in runs], status__in=RUN_UNFINISHED)
-    assert within(lambda: not unfinished.exists(), _LONGEST_S), "the sweep did not end"
 
 
 def _all_embedding(runs: Sequence[TenantRun]) -> bool:

@@ -24,17 +24,19 @@ def langchain(base_url: str, timeout: float) -> Embed:
     from langchain_openai import OpenAIEmbeddings
 
     # Without the tokenizer that it would otherwise fetch for a model it does not know.
-    return OpenAIEmbeddings(
+    embed: Embed = OpenAIEmbeddings(
         model="embed", base_url=base_url, api_key="none", timeout=timeout, check_embedding_ctx_length=False
     ).embed_documents
+    return embed
 
 
 def llamaindex(base_url: str, timeout: float) -> Embed:
     from llama_index.embeddings.openai import OpenAIEmbedding
 
-    return OpenAIEmbedding(
+    embed: Embed = OpenAIEmbedding(
         model_name="embed", api_base=base_url, api_key="none", timeout=timeout
     ).get_text_embedding_batch
+    return embed
 
 
 if __name__ == "__main__":

@@ -7,21 +7,22 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from benchmarks import material
 from benchmarks.row import Row
+from benchmarks.runs import await_end
 from benchmarks.stage import ScriptedServer, scripted_server, worker
 from embeddings import sweep
 from embeddings.follow import follow
 from embeddings.models import Repository, TenantRun
-from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunTrigger
-from project.processes import CHECKOUT, within
+from embeddings.states import OutcomeStatus, RunTrigger
+from project.processes import CHECKOUT
 
 SCAN_TARGET_S = 3.0
 UNCHANGED_TARGET_S = 0.5
 _REPEATS = 3
-_LONGEST_S = 120.0
 
 
 def run(database: str) -> list[Row]:
@@ -39,26 +40,19 @@ def run(database: str) -> list[Row]:
         )
         calls = server.log()["calls"]
     what = f"{len(files)} files, {size_mb:.1f} MB, {database}"
-    bounds = {"unit": "s", "better": "at most"}
+    seconds = partial(Row, unit="s", better="at most")
     return [
-        Row("scan", f"first scan: {what}, provider excluded", tuple(scans), target=SCAN_TARGET_S, **bounds),
-        Row(
+        seconds("scan", f"first scan: {what}, provider excluded", tuple(scans), target=SCAN_TARGET_S),
+        seconds(
             "unchanged",
             f"sweep by a worker, from its start to its end: {what}",
             by_worker,
             target=UNCHANGED_TARGET_S,
-            **bounds,
         ),
-        Row(
-            "unchanged",
-            "the same, no worker: the follower's own hands",
-            by_follower,
-            target=UNCHANGED_TARGET_S,
-            **bounds,
-        ),
-        Row("unchanged", "the same, the verbs alone in one process", tuple(verbs), **bounds),
-        Row("unchanged", "the whole `manage.py sweep` beside a worker", with_worker, **bounds),
-        Row("unchanged", "the whole `manage.py sweep` without a worker", alone, **bounds),
+        seconds("unchanged", "the same, no worker: the follower's own hands", by_follower, target=UNCHANGED_TARGET_S),
+        seconds("unchanged", "the same, the verbs alone in one process", tuple(verbs)),
+        seconds("unchanged", "the whole `manage.py sweep` beside a worker", with_worker),
+        seconds("unchanged", "the whole `manage.py sweep` without a worker", alone),
         Row("unchanged", "provider calls in all of these", (calls,), target=0, better="exactly", decimals=0),
     ]
 
@@ -87,7 +81,7 @@ def _verbs(repository: Repository) -> float:
     (started,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
     assert sweep.scan_next(started.pk)
     seconds = time.perf_counter() - began
-    assert _ended(started.pk)
+    await_end([started])
     return seconds
 
 
@@ -103,7 +97,7 @@ def _unchanged(
             subprocess.run([sys.executable, *command], cwd=CHECKOUT, check=True, capture_output=True)
             commands.append(time.perf_counter() - began)
             run_ = TenantRun.objects.latest("pk")
-            assert _ended(run_.pk)
+            assert run_.finished_at is not None
             assert run_.outcomes.get().status == OutcomeStatus.UNCHANGED
             runs.append((run_.finished_at - run_.created_at).total_seconds())
     # A worker's first task pays for its imports.
@@ -113,8 +107,3 @@ def _unchanged(
 def _repository(server: ScriptedServer, source: Path, **values: object) -> Repository:
     provider = material.provider(server, **values)
     return material.repository(material.tenant(provider), source)
-
-
-def _ended(run_id: int) -> bool:
-    unfinished = TenantRun.objects.filter(pk=run_id, status__in=RUN_UNFINISHED)
-    return within(lambda: not unfinished.exists(), _LONGEST_S)

