@@ -31,8 +31,8 @@ from tests.provider_server import (
     status,
     usage,
 )
+from tests.streaming_kinds import CALLS, FRAME, KEY, NO_DELTA, NO_JSON, STATUS, choice
 from tests.test_chat_api import with_a_row
-from tests.test_streaming_kinds import CALLS, FRAME, KEY, NO_DELTA, NO_JSON, STATUS, choice
 from tests.waiting import eventually
 
 ENDLESS_WISH = status(429, headers={"Retry-After": "9" * 30})
