@@ -10,6 +10,7 @@ from django.db import connection
 
 from project import database_threads
 from tests.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
+from tests.local_server import local_server  # noqa: F401
 from tests.stage import stage  # noqa: F401
 from tests.workers import fleet  # noqa: F401
 

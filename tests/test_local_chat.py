@@ -12,18 +12,17 @@ import openai
 import pytest
 from django.utils import timezone
 
-from project import model_files
-from project.local_models import CHECKOUT, ModelServer
-from project.model_files import SMOLLM2, models_dir
+from project.local_models import ModelServer
+from project.model_files import SMOLLM2
 from streaming import turn as verbs
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 from tests.chat_stack import Process, chat_at, in_thread, text_of
 from tests.factories import make_provider
 from tests.held_load import HeldLoad
+from tests.local_server import MODELS
 from tests.waiting import eventually
 
-MODELS = models_dir(CHECKOUT / "var")
 SLOTS = 4
 # A minute of text and more, whatever the model would rather do.
 ENDLESS = {"max_tokens": 2_500, "ignore_eos": True}
@@ -31,24 +30,17 @@ ENDLESS = {"max_tokens": 2_500, "ignore_eos": True}
 TOO_LONG = [{"role": "user", "content": "word " * 4_000}]
 
 
-@pytest.fixture(scope="module")
-def server():
-    model_files.prepare(MODELS, lambda line: None)
-    with ModelServer(MODELS) as running:
-        yield running
-
-
 @pytest.fixture
-def local(transactional_db, chat_stack, server):
+def local(transactional_db, chat_stack, local_server):
     """A tenant of the real server, with its own budgets; what a test leaves running is cancelled."""
-    with chat_at(chat_stack, local_provider(server.base_url)) as chat:
+    with chat_at(chat_stack, local_provider(local_server.base_url)) as chat:
         yield chat
         for left in ChatTurn.objects.filter(state__in=TURN_UNFINISHED):
             verbs.request_cancel(left)
 
 
 @pytest.fixture
-def loading(transactional_db, chat_stack, server):
+def loading(transactional_db, chat_stack, local_server):
     """A real server that loads its model until it is let go, and a tenant of it."""
     with HeldLoad(MODELS / SMOLLM2.file_name) as held, chat_at(chat_stack, local_provider(held.base_url)) as chat:
         assert held.health() == 503
@@ -203,30 +195,30 @@ def test_a_refusal_that_it_calls_an_error_of_its_own_is_tried_again_and_passed_o
 
 
 # --- a cancel frees the slot (G10) --------------------------------------------------------------------------------------
-def test_a_hang_up_frees_its_slot_within_a_second(local, server):
+def test_a_hang_up_frees_its_slot_within_a_second(local, local_server):
     stream = ask(local.openai(), stream=True, extra_body=ENDLESS)
     text = content([next(iter(stream))])
     assert text
-    eventually(lambda: busy(server) == 1)
+    eventually(lambda: busy(local_server) == 1)
     stream.close()
-    eventually(lambda: busy(server) == 0, timeout=1.0, message="the slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="the slot is free")
     turn = the_turn(local)
     assert turn.state == TurnState.CANCELLED
     assert turn.answer.startswith(text)
 
 
-def test_a_hang_up_before_any_answer_frees_it_too(local, server):
+def test_a_hang_up_before_any_answer_frees_it_too(local, local_server):
     body = {"model": "smollm2", "messages": [{"role": "user", "content": "What is git?"}]} | ENDLESS
     client = http.client.HTTPConnection(urlsplit(local.url).netloc, timeout=20)
     headers = {"Authorization": f"Bearer {local.key}", "Content-Type": "application/json"}
     client.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-    eventually(lambda: busy(server) == 1)
+    eventually(lambda: busy(local_server) == 1)
     client.close()
-    eventually(lambda: busy(server) == 0, timeout=1.0, message="the slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="the slot is free")
     assert the_turn(local).state == TurnState.CANCELLED
 
 
-def test_a_cancel_frees_its_slot_and_its_twin_without_one_it_stays_busy(local, server):
+def test_a_cancel_frees_its_slot_and_its_twin_without_one_it_stays_busy(local, local_server):
     """The reader of the native events hangs up, which cancels nothing: the model goes on for another reader."""
     turn = local.take("What is git?", **ENDLESS)["id"]
     with local.reading(turn) as reader:
@@ -236,19 +228,19 @@ def test_a_cancel_frees_its_slot_and_its_twin_without_one_it_stays_busy(local, s
         later = list(itertools.takewhile(lambda event: time.monotonic() < hung_up_at + 1.2, reader))
     assert text_of(begun)
     assert text_of(later)
-    assert busy(server) == 1
+    assert busy(local_server) == 1
     with local.http() as client:
         client.post(f"/api/chat/turns/{turn}/cancel")
-    eventually(lambda: busy(server) == 0, timeout=1.0, message="the slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="the slot is free")
     assert local.wait_ended(turn).state == TurnState.CANCELLED
 
 
 # --- more turns than slots ----------------------------------------------------------------------------------------------
-def test_sixteen_turns_on_four_slots_all_complete(local, server):
+def test_sixteen_turns_on_four_slots_all_complete(local, local_server):
     """All of them queue at the server: others hold its slots until every turn has sent its request."""
     clients = [local.openai(), *(local.openai(api_key=key) for key in other_keys(local, 3))]
     with contextlib.ExitStack() as others:
-        hold_every_slot(server, others)
+        hold_every_slot(local_server, others)
         asked = [in_thread(ask_for_sixteen, client) for client in clients for _ in range(4)]
         eventually(lambda: ChatTurn.objects.count() == 16)
         turns = list(ChatTurn.objects.all())
@@ -284,13 +276,13 @@ def other_keys(chat, count):
     return [chat.ending.enter_context(chat_at(chat.stack, chat.provider)).key for _ in range(count)]
 
 
-def test_its_twin_a_queue_that_is_longer_than_the_request_budget_is_a_timeout(local, server):
+def test_its_twin_a_queue_that_is_longer_than_the_request_budget_is_a_timeout(local, local_server):
     """llama.cpp sends its headers with the first token: whoever queues there waits for headers.
 
     What was given up in its queue never takes a slot: those requests would be endless too.
     """
     turns = [local.take("What is git?", **ENDLESS)["id"] for _ in range(SLOTS)]
-    eventually(lambda: busy(server) == SLOTS, message="every slot is taken")
+    eventually(lambda: busy(local_server) == SLOTS, message="every slot is taken")
     local.provider.request_timeout_ms = 300
     local.provider.save()
     with pytest.raises(openai.InternalServerError) as refused:
@@ -305,7 +297,7 @@ def test_its_twin_a_queue_that_is_longer_than_the_request_budget_is_a_timeout(lo
         for turn in turns:
             client.post(f"/api/chat/turns/{turn}/cancel")
     assert waiting().choices[0].message.content
-    eventually(lambda: busy(server) == 0, timeout=1.0, message="every slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="every slot is free")
     assert {local.wait_ended(turn).state for turn in turns} == {TurnState.CANCELLED}
 
 

