@@ -23,6 +23,7 @@ from embeddings.errors import (
     UsageError,
 )
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
+from project.error_place import place_of
 from streaming import strict_json
 from streaming.api import chat, openai
 from streaming.openai_shape import OpenAIError
@@ -116,12 +117,7 @@ def _on_missing(request: HttpRequest, error: Http404) -> HttpResponse:
 
 @api.exception_handler(Exception)
 def _on_any_error(request: HttpRequest, error: Exception) -> HttpResponse:
-    # Its message may hold a tenant's text: the class and the place are what a log may keep.
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else "?"
-    logger.error("%s %s failed: %s at %s", request.method, request.path, type(error).__name__, place)
+    logger.error("%s %s failed: %s", request.method, request.path, place_of(error))
     return _reply(OpenAIError(500, "An error of our own.", "api_error", "internal_error"))
 
 

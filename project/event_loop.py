@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
@@ -41,6 +42,20 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+class PerLoop(Generic[T]):
+    """Called on a loop, it gives that loop's own: made when it is first asked for, and gone with the loop."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+
+    def __call__(self) -> T:
+        running = asyncio.get_running_loop()
+        if running not in self._made:
+            self._made[running] = self._make()
+        return self._made[running]
 
 
 def _start() -> asyncio.AbstractEventLoop:

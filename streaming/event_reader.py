@@ -14,12 +14,13 @@ import time
 from collections import deque
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import redis.asyncio
 
+from project.event_loop import PerLoop
 from streaming import events
 from streaming.events import Event
+from streaming.gathering import Gathering
 from streaming.valkey import UNREACHABLE, connect_async
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,8 @@ SHARE = 64
 BACKLOG = 128
 BLOCK_MS = 1_000
 PAUSE_S = 0.2
-# Between two reads, so that one read carries the events of many turns. It never takes
-# longer than a delta may wait to be joined.
-GATHER_S_PER_TURN = 0.000_1
-GATHER_S_MAX = 0.020
+# Never longer than a delta may wait to be joined.
+GATHERING = Gathering(s_per_turn=0.000_1, s_most=0.020)
 BELL_TTL_S = 60
 
 
@@ -156,7 +155,7 @@ class EventReader:
         for subscription in open_ones:
             by_key.setdefault(subscription.key, []).append(subscription)
         self._deliver(await self._entries(by_key), by_key)
-        await asyncio.sleep(min(GATHER_S_MAX, GATHER_S_PER_TURN * len(by_key)))
+        await GATHERING.pause(len(by_key))
 
     async def _entries(self, by_key: dict[str, list[Subscription]]) -> Any:
         assert self._client is not None  # noqa: S101 - connected by the caller
@@ -199,12 +198,4 @@ class EventReader:
                     await client.aclose()
 
 
-_readers: WeakKeyDictionary[asyncio.AbstractEventLoop, EventReader] = WeakKeyDictionary()
-
-
-def event_reader() -> EventReader:
-    """The reader of the running loop."""
-    loop = asyncio.get_running_loop()
-    if loop not in _readers:
-        _readers[loop] = EventReader()
-    return _readers[loop]
+event_reader = PerLoop(EventReader)

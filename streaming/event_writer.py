@@ -11,12 +11,13 @@ import contextlib
 import logging
 from typing import Any
 from uuid import UUID
-from weakref import WeakKeyDictionary
 
 from django.conf import settings
 from redis.exceptions import ResponseError
 
+from project.event_loop import PerLoop
 from streaming import events
+from streaming.gathering import Gathering
 from streaming.valkey import UNREACHABLE, Wire
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,8 @@ PAUSE_S = 0.2
 # What no reader waits for goes with what follows it, or this much later.
 WAIT_S = 0.020
 _MAY_WAIT = frozenset({events.START, events.ATTEMPT})
-# Between two writes, so that one write carries the events of many turns. It stays far below a delta's own 20 ms.
-GATHER_S_PER_TURN = 0.000_05
-GATHER_S_MAX = 0.010
+# It stays far below a delta's own 20 ms.
+GATHERING = Gathering(s_per_turn=0.000_05, s_most=0.010)
 # A running turn's log outlives any reader's patience; the end sets the real time to live.
 RUNNING_TTL_S = 7 * 86_400
 
@@ -130,7 +130,7 @@ class EventWriter:
             while task is None or not task.cancelling():
                 try:
                     await self._write_news()
-                    await asyncio.sleep(min(GATHER_S_MAX, GATHER_S_PER_TURN * len(self._logs)))
+                    await GATHERING.pause(len(self._logs))
                 except UNREACHABLE as error:
                     logger.warning("the event log cannot be written, events are kept: %s", type(error).__name__)
                     await self._disconnect()
@@ -205,12 +205,4 @@ class EventWriter:
                 await wire.close()
 
 
-_writers: WeakKeyDictionary[asyncio.AbstractEventLoop, EventWriter] = WeakKeyDictionary()
-
-
-def event_writer() -> EventWriter:
-    """The writer of the running loop."""
-    loop = asyncio.get_running_loop()
-    if loop not in _writers:
-        _writers[loop] = EventWriter()
-    return _writers[loop]
+event_writer = PerLoop(EventWriter)

@@ -22,6 +22,7 @@ from embeddings.knowledge.search import SearchHit
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 from project import event_loop
 from project.database_threads import in_database_thread
+from project.error_place import place_of
 from streaming import claims, codes, events, giving_way
 from streaming import turn as verbs
 from streaming.answer import Answer
@@ -103,7 +104,7 @@ def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = Non
         _carry_out(turn, held, log, outcome, listener)
     except Exception as error:
         # Whatever it was, the turn must not stay behind as running; the text so far is kept.
-        logger.error("turn=%s failed: %s", turn.public_id, _place_of(error))
+        logger.error("turn=%s failed: %s", turn.public_id, place_of(error))
     if held.is_lost or not in_database_thread(
         verbs.end, held.claim, outcome.ending, outcome.result(), outcome.first_content_at
     ):
@@ -300,12 +301,3 @@ async def _open(turn: ChatTurn) -> TurnLog:
 
 async def _abandon(log: TurnLog) -> None:
     log.abandon()
-
-
-def _place_of(error: BaseException) -> str:
-    """The error's class and where it was raised. Not its message: that may hold a prompt or an answer."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
-    return f"{type(error).__name__}{place}"
