@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from datetime import timedelta
 
 from django.conf import settings
@@ -11,6 +10,7 @@ from django.utils import timezone
 
 from embeddings import scan
 from embeddings.knowledge import store
+from embeddings.knowledge.source import remove_mirror
 from embeddings.models import EmbeddingTask, Repository, RepositoryOutcome, SourceFile, TenantRun
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED, TaskPriority
 
@@ -48,14 +48,15 @@ def purge_runs(old: object) -> None:
 
 
 def purge_repository(repository: Repository) -> bool:
-    """The rows of a removed repository, and itself once no fact speaks of it. False while something is dispatched."""
+    """The rows and the mirror of a removed repository, and itself once no fact speaks of it. False while any is at work."""
     if RepositoryOutcome.objects.filter(repository=repository, status__in=OUTCOME_UNFINISHED).exists():
         return False
     if EmbeddingTask.objects.filter(outcome__repository=repository).exclude(slot=None).exists():
         return False
     files = list(SourceFile.objects.filter(repository=repository).values_list("pk", flat=True))
     store.delete_files(repository.pk, files)
-    shutil.rmtree(scan.mirror_directory(repository), ignore_errors=True)
+    if not remove_mirror(scan.mirror_directory(repository)):
+        return False
     if not RepositoryOutcome.objects.filter(repository=repository).exists():
         repository.delete()
     return True

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
@@ -35,6 +34,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from project.file_lock import lock_file, try_lock
 from project.valkey_connection import Connection
 
 # sockaddr_un holds 108 bytes, its closing NUL included.
@@ -221,30 +221,12 @@ def _own_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, deadline: float) -> Iterator[None]:
-    with _lock_file(path) as descriptor:
-        if not _eventually(lambda: _try_lock(descriptor), deadline):
+    with lock_file(path) as descriptor:
+        if not _eventually(lambda: try_lock(descriptor), deadline):
             raise EmbeddedValkeyError(
                 f"another process that starts, stops or is the embedded Valkey holds {path} for too long"
             )
         yield
-
-
-@contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[int]:
-    """Open it; a lock taken on it goes when the last process that shares the descriptor has closed it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _eventually(holds: Callable[[], bool], deadline: float) -> bool:
@@ -259,8 +241,8 @@ def _connect_or_start(files: _Files, socket_path: Path, deadline: float) -> tupl
     """A connection, and whether the server was started for it. The caller holds the start lock."""
     if connection := _answering(socket_path):
         return connection, False
-    with _lock_file(files.data_lock) as data_lock:
-        while not _try_lock(data_lock):
+    with lock_file(files.data_lock) as data_lock:
+        while not try_lock(data_lock):
             # It lives and does not answer: it still loads for a starter that was killed, or is on its way out.
             if connection := _answering(socket_path):
                 return connection, False

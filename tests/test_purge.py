@@ -1,5 +1,8 @@
 """Purging: what has been removed, and facts past their retention; nothing that is still at work."""
 
+import contextlib
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -34,6 +37,22 @@ LONG_AGO = timezone.now() - timedelta(days=400)
 
 def finished(**values):
     return make_run(status=RunStatus.COMPLETED, finished_at=LONG_AGO, **values)
+
+
+def lock_of(repository):
+    mirror = scan.mirror_directory(repository)
+    return mirror.with_name(f"{mirror.name}.lock")
+
+
+@contextlib.contextmanager
+def held_elsewhere(path):
+    """The lock, in a process of its own."""
+    program = "import fcntl, sys; lock = open(sys.argv[1]); fcntl.flock(lock, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    command = [sys.executable, "-u", "-c", program, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        yield
+        holder.stdin.close()
 
 
 class TestTasks:
@@ -96,6 +115,7 @@ class TestRepositories:
         make_row(make_version(repository, make_generation(repository.tenant.embedding_provider)))
         mirror = scan.mirror_directory(repository)
         mirror.mkdir(parents=True)
+        lock_of(repository).touch()
         registry.remove_repository(repository)
         return repository
 
@@ -103,6 +123,15 @@ class TestRepositories:
         purge.purge()
         assert (Repository.objects.count(), SourceFile.objects.count(), KnowledgeRow.objects.count()) == (0, 0, 0)
         assert not scan.mirror_directory(removed).exists()
+        assert not lock_of(removed).exists()
+
+    def test_a_mirror_that_another_process_still_fetches_into_stays_until_that_has_ended(self, removed):
+        with held_elsewhere(lock_of(removed)):
+            assert not purge.purge_repository(removed)
+            assert (scan.mirror_directory(removed).exists(), lock_of(removed).exists()) == (True, True)
+            assert Repository.objects.exists()
+        assert purge.purge_repository(removed)
+        assert (scan.mirror_directory(removed).exists(), lock_of(removed).exists()) == (False, False)
 
     def test_the_repository_itself_stays_while_a_fact_speaks_of_it(self, removed):
         make_outcome(make_run(), removed, status=OutcomeStatus.SUCCEEDED)

@@ -1,7 +1,6 @@
 """A git source as the sweep sees it: a snapshot of its tree, and the bytes of chosen blobs (docs/architecture.md, Sweep)."""
 
 import enum
-import fcntl
 import os
 import shutil
 import subprocess
@@ -29,6 +28,7 @@ from embeddings.knowledge.git import (
     end,
     start,
 )
+from project.file_lock import lock_file, try_lock
 
 __all__ = [
     "GitMirror",
@@ -247,17 +247,29 @@ class GitMirror:
     @contextmanager
     def _locked(self, git: Git) -> Iterator[None]:
         self._directory.parent.mkdir(parents=True, exist_ok=True)
-        path = self._directory.with_name(f"{self._directory.name}.lock")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while not _try_lock(descriptor):
+        with lock_file(_lock_path(self._directory)) as descriptor:
+            while not try_lock(descriptor):
                 git.check()
                 time.sleep(_LOCK_POLL_SECONDS)
             # Held by git itself too, so that a git whose parent was killed is waited for.
             git.inherit = (descriptor,)
             yield
-        finally:
-            os.close(descriptor)
+
+
+def remove_mirror(directory: Path) -> bool:
+    """Removes the mirror of a source that nobody will fetch again, its lock too; False while a fetch still holds it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    path = _lock_path(directory)
+    with lock_file(path) as descriptor:
+        if not try_lock(descriptor):
+            return False
+        _discard(directory)
+        path.unlink(missing_ok=True)
+    return True
+
+
+def _lock_path(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.lock")
 
 
 @dataclass(frozen=True)
@@ -344,11 +356,3 @@ def _entries(listing: bytes) -> dict[str, TreeEntry]:
 def _path(path: bytes) -> str:
     # A name that is not UTF-8 is shown with its odd bytes as \xNN: always the same, and fit for any database.
     return path.decode("utf-8", "backslashreplace")
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
