@@ -201,8 +201,8 @@ class TestGathering:
 
     @pytest.fixture
     def few_reads(self, monkeypatch):
-        """One stream is as much as the process may read in a second."""
-        monkeypatch.setattr(connections, "READS_PER_S", 1)
+        """A stream may be read every ten seconds: later than any of these tests waits."""
+        monkeypatch.setattr(connections, "READS_PER_S", 0.1)
         monkeypatch.setattr(connections, "GATHER_MOST_S", 10.0)
 
     @staticmethod

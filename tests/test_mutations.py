@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.mutations.__main__ import MUTATIONS, ROOT, Result, mutated, table
-from tests.mutations.catalogue import Mutation
+from tests.mutations.__main__ import ROOT, Result, mutated, table
+from tests.mutations.catalogue import MUTATIONS
+from tests.mutations.mutation import Mutation
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -32,3 +33,13 @@ def test_text_that_does_not_stand_once_is_refused() -> None:
 def test_the_table() -> None:
     shown = table([Result(MUTATIONS[0], "seen", "test_x.py::test_y", 1.0)])
     assert f"| {MUTATIONS[0].name} | G1 |" in shown
+
+
+def test_the_architecture_page_has_each_with_the_test_that_saw_it() -> None:
+    _, _, page = (ROOT / "docs" / "architecture.md").read_text().partition("## Mutations\n")
+    rows = [line.split(" | ") for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    assert [row[0][2:] for row in rows] == [mutation.name for mutation in MUTATIONS]
+    assert {row[3] for row in rows} == {"seen"}
+    for row in rows:
+        file, _, test = row[4].strip("` |").rpartition("::")
+        assert f"def {test}(" in (ROOT / "tests" / file.partition("::")[0]).read_text()

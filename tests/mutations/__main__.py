@@ -17,11 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from tests.mutations import catalogue
-from tests.mutations.catalogue import Mutation
-from tests.mutations.chat import CHAT_MUTATIONS
-
-MUTATIONS = (*catalogue.MUTATIONS, *CHAT_MUTATIONS)
+from tests.mutations.catalogue import MUTATIONS
+from tests.mutations.mutation import Mutation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LEFT_BEHIND = (".git", ".venv", "var", "__pycache__", "*_cache", ".hypothesis", "node_modules")

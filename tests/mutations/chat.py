@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.catalogue import Mutation
+from tests.mutations.mutation import Mutation
 
 TURN = "tests/test_turn.py"
 EVENTS = "tests/test_events.py"

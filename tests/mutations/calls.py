@@ -1,0 +1,226 @@
+"""The mutations of embedding calls: their slots and leases, what a server answers, and what is kept of it."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+KINDS = "tests/test_local_kinds.py"
+ADMISSION = "tests/test_admission.py"
+SLOT = f"{ADMISSION}::TestTheSlotBelongsToTheCall"
+QUEUE = "tests/test_task_queue.py"
+CASES = "tests/test_embedding_cases.py"
+
+CALL_MUTATIONS = (
+    # --- slots, tokens, leases ----------------------------------------------------------------------------------------
+    Mutation(
+        "the dispatch token is ignored",
+        "G9",
+        "embeddings/task_statements.py",
+        'HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"',
+        'HELD = "WHERE id = %(task)s AND state IN (1, 2)"',
+        (f"{QUEUE}::TestFencing",),
+    ),
+    Mutation(
+        "a lease is lost at once",
+        "G9",
+        "embeddings/task_statements.py",
+        "    waits = (ahead_ms, settings.LEASE_MS, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
+        "    waits = (ahead_ms, -1, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
+        (f"{QUEUE}::TestLosing", f"{ADMISSION}::TestTheCapIsReadAnew"),
+    ),
+    Mutation(
+        "the slot goes with its caller",
+        "G7",
+        "embeddings/task_queue.py",
+        "filter(state=TaskState.DISPATCHED, **where).update(\n        state=TaskState.REMOVED,",
+        "filter(state=TaskState.DISPATCHED, **where).update(\n        slot=None,\n        state=TaskState.REMOVED,",
+        (SLOT,),
+    ),
+    Mutation(
+        "a cancelled caller's call is broken off",
+        "G7",
+        "embeddings/admission.py",
+        "cancels_calls = False",
+        "cancels_calls = True",
+        (SLOT,),
+    ),
+    Mutation(
+        "vectors that come after a cancel are dropped",
+        "G7",
+        "embeddings/admission.py",
+        "keeps_late_replies = True",
+        "keeps_late_replies = False",
+        (SLOT,),
+    ),
+    Mutation(
+        "the slot of a cancelled call that fails is kept",
+        "G7",
+        "embeddings/drain.py",
+        "        # Where the task was cancelled meanwhile, its slot went with none of these.\n"
+        "        task_queue.release_slot(call.task)\n",
+        "",
+        (SLOT,),
+    ),
+    Mutation(
+        "admission lets one more through than its cap",
+        "G7",
+        "embeddings/admission.py",
+        "    return cap\n",
+        "    return cap + 1\n",
+        (f"{ADMISSION}::TestTheCapIsReadAnew", f"{ADMISSION}::TestTheCapIsAPositiveWholeNumber"),
+    ),
+    Mutation(
+        "a cap that makes no sense is taken",
+        "-",
+        "embeddings/admission.py",
+        "    if type(cap) is not int or cap < 1:\n",
+        "    if cap is None:\n",
+        (f"{ADMISSION}::TestTheCapIsAPositiveWholeNumber",),
+    ),
+    Mutation(
+        "a drain rings nobody for a slot that stands idle",
+        "-",
+        "embeddings/drain.py",
+        "        if task is not None and task_queue.stands_idle(self.provider.pk):\n",
+        "        if False:\n",
+        (f"{ADMISSION}::TestSeveralAtOnce",),
+    ),
+    Mutation(
+        "a follower drains with one hand",
+        "-",
+        "embeddings/follow.py",
+        ", at_most=_DRAINS_MAX)",
+        ")",
+        (f"{ADMISSION}::TestSeveralAtOnce",),
+    ),
+    # --- what a server answers ----------------------------------------------------------------------------------------
+    Mutation(
+        "no control text is sent before a row is condemned",
+        "-",
+        "embeddings/drain.py",
+        "            is_texts_own = batches.has_landed(root) or self._control_lands(call, root)\n",
+        "            is_texts_own = True\n",
+        (CASES, "-k", "refused or error"),
+    ),
+    Mutation(
+        "Retry-After is ignored",
+        "-",
+        "embeddings/drain.py",
+        "    wished = BUSY_DEFAULT_MS if error.retry_after_ms is None else error.retry_after_ms\n",
+        "    wished = 0\n",
+        (f"{CASES}::TestResuming",),
+    ),
+    Mutation(
+        "vectors are placed by their order in the reply",
+        "-",
+        "embeddings/providers/replies.py",
+        "    if all(index is None for index in indices):\n",
+        "    if True:\n",
+        ("tests/test_replies.py", CASES, "-k", "order or indices or 20"),
+    ),
+    Mutation(
+        "the count of vectors is not checked",
+        "-",
+        "embeddings/providers/replies.py",
+        "    if len(embeddings) != expected:\n",
+        "    if False:\n",
+        ("tests/test_replies.py",),
+    ),
+    Mutation(
+        "numbers that are not finite are bound",
+        "-",
+        "embeddings/providers/replies.py",
+        "    if not np.isfinite(bound).all():\n",
+        "    if False:\n",
+        ("tests/test_replies.py",),
+    ),
+    Mutation(
+        "a reply of other dimensions is stored",
+        "-",
+        "embeddings/knowledge/store.py",
+        "    if settled != found:\n",
+        "    if False:\n",
+        (CASES, "-k", "dimensions"),
+    ),
+    Mutation(
+        "a redirect is followed",
+        "-",
+        "embeddings/providers/transport.py",
+        "follow_redirects=False",
+        "follow_redirects=True",
+        ("tests/test_provider_openai_compatible.py::TestWhatLeaves", "tests/test_ollama.py::TestAnswers"),
+    ),
+    Mutation(
+        "proxies of the environment are taken",
+        "-",
+        "embeddings/providers/transport.py",
+        "transport=self._bounded, trust_env=False",
+        "trust_env=True",
+        ("tests/test_provider_openai_compatible.py::TestWhatLeaves", "tests/test_ollama.py::TestWhatLeaves"),
+    ),
+    Mutation(
+        "the SDK retries by itself",
+        "G4",
+        "embeddings/providers/openai_compatible.py",
+        "max_retries=0",
+        "max_retries=1",
+        ("tests/test_provider_openai_compatible.py::TestAnswers",),
+    ),
+    Mutation(
+        "our own pool is taken for the provider's silence",
+        "G5",
+        "embeddings/providers/transport.py",
+        "    if any(isinstance(cause, httpx2.PoolTimeout) for cause in causes):\n",
+        "    if False:\n",
+        ("tests/test_provider_openai_compatible.py::TestTransportErrors",),
+    ),
+    Mutation(
+        "our own loop is taken for the provider's silence",
+        "G5",
+        "embeddings/providers/transport.py",
+        "        if lag > LOOP_LAG_MAX_S:\n",
+        "        if False:\n",
+        ("tests/test_provider_openai_compatible.py::TestAnswers", f"{KINDS}::TestG5WhatOpensNothing"),
+    ),
+    # --- generations --------------------------------------------------------------------------------------------------
+    Mutation(
+        "queued batches of a former model are dispatched",
+        "-",
+        "embeddings/task_statements.py",
+        "(r.dispatch_allowed AND g.model = p.embedding_model)",
+        "r.dispatch_allowed",
+        ("tests/test_model_change.py", QUEUE),
+    ),
+    Mutation(
+        "another model's vectors are taken for known",
+        "-",
+        "embeddings/knowledge/store.py",
+        "            tenant=tenant_id,\n            generation=generation_id,\n            text_hash__in",
+        "            tenant=tenant_id,\n            text_hash__in",
+        ("tests/test_model_change.py", "tests/test_store.py"),
+    ),
+    Mutation(
+        "another tenant's vectors are taken for known",
+        "G12",
+        "embeddings/knowledge/store.py",
+        "            tenant=tenant_id,\n            generation=generation_id,\n            text_hash__in",
+        "            generation=generation_id,\n            text_hash__in",
+        ("tests/test_store.py", CASES, "-k", "tenant"),
+    ),
+    Mutation(
+        "refused rows stay refused when the provider changes",
+        "-",
+        "embeddings/registry/providers.py",
+        "    return _retry_undeliverable(provider) if fields & _WHAT_IS_TAKEN else 0\n",
+        "    return 0\n",
+        ("tests/test_undeliverable.py",),
+    ),
+    Mutation(
+        "a mirror is purged while it is fetched into",
+        "-",
+        "embeddings/knowledge/source.py",
+        "        if not try_lock(descriptor):\n            return False\n",
+        "",
+        ("tests/test_purge.py",),
+    ),
+)

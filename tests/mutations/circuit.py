@@ -1,0 +1,192 @@
+"""The mutations of what a provider's silence does: the timeout contract, the circuit, and the ways back into the queue."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+KINDS = "tests/test_local_kinds.py"
+CONTRACT = f"{KINDS}::TestOneContractServesBothLocalKinds"
+CAP_TWO = f"{KINDS}::TestCapTwo"
+QUEUE = "tests/test_task_queue.py"
+GUARANTEES = "tests/test_guarantees.py"
+NOTIFY_THEN_FREE = """    notify_provider_timeout(error, on_provider_timeout)
+    return durably(lambda: task_queue.fail(task, code, str(error)))
+"""
+FREE_THEN_NOTIFY = """    freed = durably(lambda: task_queue.fail(task, code, str(error)))
+    notify_provider_timeout(error, on_provider_timeout)
+    return freed
+"""
+FREE_ALONE = """    return durably(lambda: task_queue.fail(task, code, str(error)))
+"""
+SPARE_QUEUED = "    task_queue.remove_queued(code, run=run_id)\n"
+
+CIRCUIT_MUTATIONS = (
+    # --- the timeout contract -----------------------------------------------------------------------------------------
+    Mutation(
+        "the lane drops its notification", "G1", "embeddings/lane.py", NOTIFY_THEN_FREE, FREE_ALONE, (f"{CONTRACT}",)
+    ),
+    Mutation(
+        "admission drops its notification",
+        "G1",
+        "embeddings/admission.py",
+        NOTIFY_THEN_FREE,
+        FREE_ALONE,
+        (f"{CONTRACT}",),
+    ),
+    Mutation(
+        "the lane notifies after the slot is free",
+        "G2",
+        "embeddings/lane.py",
+        NOTIFY_THEN_FREE,
+        FREE_THEN_NOTIFY,
+        (CONTRACT,),
+    ),
+    Mutation(
+        "admission notifies after the slot is free",
+        "G2",
+        "embeddings/admission.py",
+        NOTIFY_THEN_FREE,
+        FREE_THEN_NOTIFY,
+        (CONTRACT,),
+    ),
+    Mutation(
+        "a callback's exception surfaces",
+        "G6",
+        "embeddings/timeouts.py",
+        "    except Exception as raised:",
+        "    except KeyError as raised:",
+        (CONTRACT,),
+    ),
+    Mutation(
+        "the predicate takes codes by their beginning",
+        "G5",
+        "embeddings/timeouts.py",
+        "type(code) is str and code in PROVIDER_TIMEOUT_CODES",
+        "type(code) is str and code.startswith(tuple(PROVIDER_TIMEOUT_CODES))",
+        ("tests/test_timeouts.py",),
+    ),
+    Mutation(
+        "the predicate takes any TimeoutError",
+        "G5",
+        "embeddings/timeouts.py",
+        "    return type(code) is str and",
+        "    return isinstance(error, TimeoutError) or type(code) is str and",
+        ("tests/test_timeouts.py",),
+    ),
+    Mutation(
+        "an intermediate busy reply notifies the owner",
+        "G4",
+        "embeddings/drain.py",
+        "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
+        "            (self.controls.on_provider_timeout_for(task) or print)(error)\n"
+        "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
+        (f"{KINDS}::TestG5WhatOpensNothing", CAP_TWO),
+    ),
+    Mutation(
+        "the first failure of a call is final",
+        "G4",
+        "embeddings/providers/retries.py",
+        "            if pause_s is None:\n                raise",
+        "            raise",
+        (f"{KINDS}::TestG4OnlyTheFinalFailureCounts",),
+    ),
+    Mutation(
+        "an error of the store is taken for the provider's",
+        "G5",
+        "embeddings/drain.py",
+        "        code = error.code if isinstance(error, SluicegateError) else codes.STORE_FAILED\n"
+        "        task_queue.fail(task, code, str(error))\n",
+        "        self._fail(task, error)\n",
+        (f"{KINDS}::TestG5WhatOpensNothing", "tests/test_circuit_matrix.py"),
+    ),
+    Mutation(
+        "Gemini gets a finish",
+        "-",
+        "embeddings/unqueued.py",
+        "finish = None\n",
+        "from embeddings.admission import finish\n",
+        ("tests/test_gemini.py::TestNoGate",),
+    ),
+    # --- the circuit --------------------------------------------------------------------------------------------------
+    Mutation(
+        "opening forgets to remove the queued tasks",
+        "G2",
+        "embeddings/outcomes.py",
+        SPARE_QUEUED,
+        "",
+        (f"{CAP_TWO}", GUARANTEES),
+    ),
+    Mutation(
+        "opening leaves the run dispatching",
+        "G2",
+        "embeddings/outcomes.py",
+        "    TenantRun.objects.filter(pk=run_id).update(dispatch_allowed=False)\n",
+        "",
+        (CAP_TWO, GUARANTEES),
+    ),
+    Mutation(
+        "opening takes what is at the provider with it",
+        "G7",
+        "embeddings/outcomes.py",
+        SPARE_QUEUED,
+        SPARE_QUEUED + "    task_queue.cancel_dispatched(code, run=run_id)\n",
+        (CAP_TWO, GUARANTEES),
+    ),
+    Mutation(
+        "A is given the circuit's code",
+        "G3",
+        "embeddings/circuit.py",
+        "code=codes.PROVIDER_TIMED_OUT,",
+        "code=codes.CIRCUIT_OPEN,",
+        (CONTRACT,),
+    ),
+    Mutation(
+        "a holder that lost its lease opens the circuit",
+        "G2",
+        "embeddings/lane.py",
+        "    if not task_queue.is_held(task):\n        return False\n",
+        "",
+        ("tests/test_lane.py",),
+    ),
+    # --- ways back into the queue -------------------------------------------------------------------------------------
+    Mutation(
+        "a busy requeue skips dispatch_allowed",
+        "G2",
+        "embeddings/task_queue.py",
+        "        allowed = task.run_id is None or lock_run(task.run_id).dispatch_allowed\n",
+        "        allowed = True\n",
+        (CAP_TWO, QUEUE),
+    ),
+    Mutation(
+        "a stopping worker gives back whatever the run says",
+        "G2",
+        "embeddings/task_queue.py",
+        "        if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:\n",
+        "        if False:\n",
+        (QUEUE, GUARANTEES),
+    ),
+    Mutation(
+        "a lost lease goes back whatever the run says",
+        "G2",
+        "embeddings/task_queue.py",
+        "        allowed = run_id is None or lock_run(run_id).dispatch_allowed\n",
+        "        allowed = True\n",
+        (QUEUE, GUARANTEES),
+    ),
+    Mutation(
+        "a put skips dispatch_allowed",
+        "G2",
+        "embeddings/task_queue.py",
+        "    if not run.dispatch_allowed:\n        raise DispatchNotAllowed\n",
+        "",
+        (QUEUE, GUARANTEES),
+    ),
+    Mutation(
+        "a split is put whatever the run says",
+        "G2",
+        "embeddings/knowledge/batches.py",
+        "        if run.dispatch_allowed:\n            _put_halves",
+        "        if True:\n            _put_halves",
+        (CAP_TWO, GUARANTEES),
+    ),
+)

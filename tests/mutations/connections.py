@@ -1,0 +1,110 @@
+"""The mutations of a process that carries many streams: how their packets are read, and who gives way to whom."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+CONNECTIONS = "tests/test_connections.py"
+GATHERING = f"{CONNECTIONS}::TestGathering"
+GIVING_WAY = "tests/test_giving_way.py"
+
+CONNECTION_MUTATIONS = (
+    # --- connections --------------------------------------------------------------------------------------------------
+    Mutation(
+        "every packet is read by itself, however many streams there are",
+        "-",
+        "streaming/connections.py",
+        "        due = self._read_at + gather_s(len(_waited_for))\n",
+        "        due = self._read_at\n",
+        (GATHERING,),
+    ),
+    Mutation(
+        "few streams have to share their reads too",
+        "-",
+        "streaming/connections.py",
+        "    return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0\n",
+        "    return min(share, GATHER_MOST_S)\n",
+        (GATHERING,),
+    ),
+    Mutation(
+        "a stream of thousands is read as seldom as its share says",
+        "G10",
+        "streaming/connections.py",
+        "    return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0\n",
+        "    return share if share > GATHER_LEAST_S else 0.0\n",
+        (GATHERING,),
+    ),
+    Mutation(
+        "a reply's first reads are gathered too",
+        "-",
+        "streaming/connections.py",
+        "self.reads >= FIRST_READS and ",
+        "",
+        (GATHERING,),
+    ),
+    Mutation(
+        "a flood is gathered too",
+        "-",
+        "streaming/connections.py",
+        "len(self.unread) < GATHERED_BYTES_MAX and ",
+        "",
+        (GATHERING,),
+    ),
+    Mutation(
+        "what was gathered is read only once more comes",
+        "G10",
+        "streaming/connections.py",
+        "            self._alarm = self._loop.call_at(due, self._wake_reader)\n",
+        "            pass\n",
+        (GATHERING,),
+    ),
+    Mutation(
+        "a peer may send more than is ever read",
+        "-",
+        "streaming/connections.py",
+        "            self.transport.pause_reading()\n",
+        "            pass\n",
+        (CONNECTIONS, "-k", "has_to_wait"),
+    ),
+    Mutation(
+        "an abort waits until everything was sent",
+        "G10",
+        "streaming/connections.py",
+        "            self.transport.abort()\n",
+        "            self.transport.close()\n",
+        (CONNECTIONS, "-k", "abort"),
+    ),
+    # --- giving way ---------------------------------------------------------------------------------------------------
+    Mutation(
+        "a flood gives way to nobody",
+        "-",
+        "streaming/giving_way.py",
+        "PAUSE_S if _starting else 0",
+        "0",
+        (GIVING_WAY,),
+    ),
+    Mutation(
+        "a flood always gives way",
+        "-",
+        "streaming/giving_way.py",
+        "PAUSE_S if _starting else 0",
+        "PAUSE_S",
+        (GIVING_WAY,),
+    ),
+    Mutation(
+        "others give way to a turn that has its first text",
+        "-",
+        "streaming/turn_run.py",
+        "                        giving_way.has_text(self._work.turn)\n",
+        "                        pass\n",
+        (GIVING_WAY,),
+    ),
+    Mutation(
+        "others give way for ever to a turn that ended without a text",
+        "-",
+        "streaming/giving_way.py",
+        "    finally:\n        _starting.discard(turn)\n",
+        "    finally:\n        pass\n",
+        (GIVING_WAY,),
+    ),
+)
