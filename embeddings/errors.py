@@ -78,6 +78,10 @@ class ProviderUnreachable(ProviderError):
     code = "PROVIDER_UNREACHABLE"
 
 
+class KeptConnectionLost(ProviderUnreachable):
+    """A connection that an earlier request had left open was closed as it was used again: says nothing about the server."""
+
+
 class ProviderBusy(ProviderError):
     """The provider asks for patience (429, 503). `retry_after_ms` is its own wish, where it said one."""
 
@@ -95,9 +99,15 @@ class ModelNotLoaded(ProviderError):
 
 
 class TextRefused(ProviderError):
-    """A refusal that may be tied to one text of the batch (400, 413, 422, 500, or a reply with bad numbers)."""
+    """A refusal that may be tied to one text of the batch (400, 413, 422; below: what may be the server's own fault)."""
 
     code = "PROVIDER_TEXT_REFUSED"
+
+
+class ServerFailed(TextRefused):
+    """A 500: some servers answer it to a text that is too long for them."""
+
+    code = "PROVIDER_SERVER_FAILED"
 
 
 class ReplyNotFinite(TextRefused):

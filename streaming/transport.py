@@ -109,7 +109,7 @@ class _Transport(httpx2.AsyncHTTPTransport):
         response = await super().handle_async_request(request)
         if 200 <= response.status_code < 300:
             return response
-        headers = httpx2.Headers([*response.headers.multi_items()])
+        headers = httpx2.Headers(response.headers.raw)
         for name in ("content-encoding", "content-length", "content-type"):
             headers.pop(name, None)
         return httpx2.Response(

@@ -117,8 +117,8 @@ class GeminiProvider:
     def _of_status(self, response: httpx2.Response) -> ProviderError:
         error = _error(response)
         said = scrubbed(str(error.get("message") or response.text), self._key)
-        details = [detail for detail in error.get("details") or () if isinstance(detail, dict)]
-        if any(detail.get("reason") in _KEY_REASONS for detail in details):
+        details = _details(error)
+        if any(str(detail.get("reason")) in _KEY_REASONS for detail in details):
             return ProviderUnauthorized(
                 f"the provider answered {response.status_code}: {said} (its key comes from {self._key_name})",
                 status=response.status_code,
@@ -133,10 +133,15 @@ def _error(response: httpx2.Response) -> dict[str, Any]:
     """Google's `{"error": {"code", "message", "status", "details"}}`; empty where the answer is something else."""
     try:
         body = json.loads(response.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     error = body.get("error") if isinstance(body, dict) else None
     return error if isinstance(error, dict) else {}
+
+
+def _details(error: dict[str, Any]) -> list[dict[str, Any]]:
+    details = error.get("details")
+    return [detail for detail in details if isinstance(detail, dict)] if isinstance(details, list) else []
 
 
 def _retry_delay_ms(details: Sequence[dict[str, Any]]) -> int | None:

@@ -63,7 +63,9 @@ class OllamaProvider:
 
     async def model_names(self) -> list[str]:
         """Those that the server has pulled."""
-        models = (await self._get("/api/tags")).get("models", [])
+        models = (await self._get("/api/tags")).get("models")
+        if not isinstance(models, list):
+            raise ReplyRefused("/api/tags answered no list of models")
         return [str(model["name"]) for model in models if isinstance(model, dict) and "name" in model]
 
     async def _request(self, call: EmbeddingCall) -> bytes:
@@ -88,7 +90,7 @@ class OllamaProvider:
             raise self._of_status(response)
         try:
             answer = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise ReplyRefused(f"{path} answered something other than a JSON object")
@@ -112,6 +114,6 @@ def _words(response: httpx2.Response) -> str:
     """Ollama's `{"error": "..."}`, or whatever a proxy before it said."""
     try:
         body = json.loads(response.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text
     return body["error"] if isinstance(body, dict) and isinstance(body.get("error"), str) else response.text

@@ -9,20 +9,23 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from embeddings.errors import (
+    KeptConnectionLost,
     ModelNotLoaded,
     ProviderBusy,
     ProviderError,
     ProviderUnauthorized,
+    ServerFailed,
     TextRefused,
     UnexpectedStatus,
 )
 from embeddings.providers.base import EmbeddingCall, RawReply
+from embeddings.providers.transport import KEPT_CONNECTIONS
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 
 MODEL_LOAD_RETRIES, MODEL_LOAD_PAUSE_S = 3, 0.5
 CONTENTION_RETRIES, CONTENTION_PAUSE_S = 2, 1.0
 CONTENTION_STATUS = frozenset({408, 429, 503, 504})
-TEXT_STATUS = frozenset({400, 413, 422, 500})
+TEXT_STATUS = frozenset({400, 413, 422})
 
 
 async def with_retries(
@@ -31,13 +34,16 @@ async def with_retries(
     again_at_once: Callable[[Exception], bool] = lambda error: False,
 ) -> RawReply:
     """Sends until there is a reply or a final failure; the reply and the error carry the count of HTTP requests."""
-    calls = loads = contentions = 0
+    calls = loads = contentions = lost = 0
     while True:
         calls += 1
         try:
             return RawReply(await send(), calls)
         except (ProviderError, ProviderTimeoutError) as error:
             error.calls = calls
+            if isinstance(error, KeptConnectionLost) and lost < KEPT_CONNECTIONS:
+                lost += 1
+                continue
             if again_at_once(error):
                 continue
             pause_s = retry_pause_s(error, call.is_interactive, loads, contentions)
@@ -68,4 +74,6 @@ def of_status(status: int, said: str, key_name: str, retry_after_ms: int | None)
         return ProviderBusy(message, status=status, retry_after_ms=retry_after_ms)
     if status in TEXT_STATUS:
         return TextRefused(message, status=status)
+    if status == 500:
+        return ServerFailed(message, status=status)
     return UnexpectedStatus(message, status=status)

@@ -10,6 +10,7 @@ import errno
 import functools
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx2
 
-from embeddings.errors import OwnTimeout, ProviderUnreachable, ReplyRefused
+from embeddings.errors import KeptConnectionLost, OwnTimeout, ProviderUnreachable, ReplyRefused
 from embeddings.providers.cookies import no_cookies
 from embeddings.providers.handshakes import Handshakes
 from embeddings.timeouts import ETIMEDOUT, ProviderTimeoutError
@@ -31,6 +32,9 @@ TimedOut = Callable[[str], ProviderTimeoutError]
 
 REPLY_BYTES_MAX = 256 * 1024 * 1024
 CONNECT_TIMEOUT_S = 10.0
+KEPT_CONNECTIONS = 8
+# What we can undo piece by piece, and therefore bound.
+_ENCODINGS = ("gzip", "deflate")
 # A deadline that fires this late was not reached by the server's silence but by a loop of ours that stood still.
 LOOP_LAG_MAX_S = 1.0
 
@@ -42,10 +46,16 @@ class HttpClient(httpx2.AsyncClient):
 
     def __init__(self) -> None:
         self._bounded = _BoundedTransport(
-            verify=_ssl_context(), limits=httpx2.Limits(max_connections=None, max_keepalive_connections=8)
+            verify=_ssl_context(),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
         )
         super().__init__(
-            transport=self._bounded, trust_env=False, follow_redirects=False, timeout=None, cookies=no_cookies()
+            transport=self._bounded,
+            trust_env=False,
+            follow_redirects=False,
+            timeout=None,
+            cookies=no_cookies(),
+            headers={"Accept-Encoding": ", ".join(_ENCODINGS)},
         )
 
     async def retire(self) -> None:
@@ -134,7 +144,12 @@ def of_transport(error: Exception, deadline_s: float, timed_out: TimedOut) -> Ex
     for cause in causes:
         if isinstance(cause, ReplyRefused):
             return cause
-    return ProviderUnreachable(f"no answer from the provider: {type(causes[-1]).__name__}")
+    if any(isinstance(cause, httpx2.DecodingError) for cause in causes):
+        return ReplyRefused("the reply's content encoding is broken")
+    lost = any(isinstance(cause, httpx2.TransportError) and _was_kept(cause) for cause in causes)
+    return (KeptConnectionLost if lost else ProviderUnreachable)(
+        f"no answer from the provider: {type(causes[-1]).__name__}"
+    )
 
 
 def retry_after_ms(headers: httpx2.Headers) -> int | None:
@@ -144,7 +159,7 @@ def retry_after_ms(headers: httpx2.Headers) -> int | None:
         return int(raw[:9]) * 1000
     try:
         at = parsedate_to_datetime(raw)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     return max(0, int((at - datetime.now(UTC)).total_seconds() * 1000))
@@ -159,8 +174,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or following.__context__
 
 
+def _was_kept(error: httpx2.TransportError) -> bool:
+    """Whether the request went out on a connection of an earlier one, and nothing of its answer came."""
+    try:
+        trace = error.request.extensions.get("trace")
+    except RuntimeError:  # It knows no request.
+        return False
+    return isinstance(trace, Handshakes) and trace.is_unanswered_on_kept
+
+
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Refuses a body over `REPLY_BYTES_MAX`, on errors too: a server's reply never fills our memory.
+    """Refuses a body over `REPLY_BYTES_MAX` as sent or as decoded, on errors too: a server's reply never fills our memory.
 
     `nobody_out` is set while no request is held, or waits for its response to be closed.
     """
@@ -184,8 +208,12 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         except BaseException:
             self._one_is_back()
             raise
-        response.stream = _BoundedStream(response.stream, self._one_is_back)
-        return response
+        headers = httpx2.Headers(response.headers.raw)
+        # The body is given decoded; and a charset is believed by whoever reads words, though it may be none.
+        for name in ("content-encoding", "content-length", "content-type"):
+            headers.pop(name, None)
+        stream = _BoundedStream(response, self._one_is_back)
+        return httpx2.Response(response.status_code, headers=headers, stream=stream, extensions=response.extensions)
 
     def _one_is_back(self) -> None:
         self._out -= 1
@@ -194,24 +222,37 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: Any, on_closed: Callable[[], None]) -> None:
-        self._stream = stream
+    """A reply's body, decoded. Of an error's, what cannot be decoded is left out: the status says enough."""
+
+    def __init__(self, response: httpx2.Response, on_closed: Callable[[], None]) -> None:
+        self._response = response
         self._on_closed = on_closed
         self._is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        received = 0
-        async for part in self._stream:
-            received += len(part)
-            if received > REPLY_BYTES_MAX:
-                raise ReplyRefused(f"the reply is over {REPLY_BYTES_MAX} bytes")
-            yield part
+        try:
+            self._check_encoding()
+            received = 0
+            async with aclosing(self._response.aiter_bytes()) as parts:
+                async for part in parts:
+                    received += len(part)
+                    if received > REPLY_BYTES_MAX:
+                        raise ReplyRefused(f"the reply is over {REPLY_BYTES_MAX} bytes")
+                    yield part
+        except httpx2.DecodingError:
+            if self._response.is_success:
+                raise
 
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._on_closed()
-        await self._stream.aclose()
+        await self._response.aclose()
+
+    def _check_encoding(self) -> None:
+        named = self._response.headers.get("content-encoding", "").lower()
+        if not {name.strip() for name in named.split(",")} <= {"", "identity", *_ENCODINGS}:
+            raise httpx2.DecodingError("an encoding that was not asked for")
 
 
 def _note_departure(left: Event) -> Callable[[str], None]:
