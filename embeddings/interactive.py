@@ -10,7 +10,7 @@ import numpy as np
 from django.db import connection
 
 from embeddings import codes, delivery, sweep, task_queue
-from embeddings.errors import EmbeddingFailed, TaskExpired, TaskRemoved
+from embeddings.errors import EmbeddingFailed, TaskExpired, TaskRemoved, TextRefused
 from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider
 from embeddings.states import TaskState
 
@@ -28,8 +28,9 @@ def embed_texts(
 ) -> np.ndarray:
     """`float32[len(texts), dimensions]`, ahead of any batch. Waits `patience_ms` (default: the query timeout) for its turn.
 
-    Raises TaskExpired when its turn did not come, TaskRemoved when cancelled, EmbeddingFailed with the failure's own code
-    (docs/architecture.md, Embedding). The caller hears of a cancel at once, whatever the call that is out does.
+    Raises TaskExpired when its turn did not come, TaskRemoved when cancelled, TextRefused where the provider will not take
+    the texts, EmbeddingFailed with any other failure's own code (docs/architecture.md, Embedding). The caller hears of a
+    cancel at once, whatever the call that is out does.
     """
     if generation is None:
         generation, _ = EmbeddingGeneration.objects.get_or_create(provider=provider, model=provider.embedding_model)
@@ -79,10 +80,17 @@ def _result(row: EmbeddingTask) -> np.ndarray:
     if row.state == TaskState.STORED:
         return delivery.decode(row.vectors)
     if row.state == TaskState.FAILED:
-        raise EmbeddingFailed(row.error_detail or row.error_code, code=row.error_code)
+        raise _failure(row)
     if row.error_code == codes.EXPIRED:
         raise TaskExpired("the embedding provider did not come to this text in time")
     raise TaskRemoved(row.error_code)
+
+
+def _failure(row: EmbeddingTask) -> EmbeddingFailed | TextRefused:
+    said = row.error_detail or row.error_code
+    if row.error_code == TextRefused.code:
+        return TextRefused(said)
+    return EmbeddingFailed(said, code=row.error_code)
 
 
 def _cancel(task: EmbeddingTask) -> None:

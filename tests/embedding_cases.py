@@ -152,7 +152,7 @@ CASES = [
          rows=4, poison=4, undeliverable=4, lands=0),
     # Every batch refused: never shown as complete, and no row is condemned.
     Case("14 every batch refused", always(status(400)), failed("PROVIDER_TEXT_REFUSED"), CONTROLLED, lands=0, detail="400"),
-    Case("9 every batch an error", always(status(500)), failed("PROVIDER_TEXT_REFUSED"), CONTROLLED, lands=0, detail="500"),
+    Case("9 every batch an error", always(status(500)), failed("PROVIDER_SERVER_FAILED"), CONTROLLED, lands=0, detail="500"),
     Case("9 a gateway's error", always(status(502)), failed("PROVIDER_STATUS"), 1, lands=0, detail="502"),
     Case("9 a redirect", always(status(307, headers={"Location": "http://127.0.0.1:9/"})), failed("PROVIDER_STATUS"), 1,
          lands=0, detail="307"),

@@ -35,7 +35,7 @@ REFUSALS = {
     "unauthorized": (status(401), OutcomeStatus.FAILED, "PROVIDER_UNAUTHORIZED"),
     "forbidden": (status(403), OutcomeStatus.FAILED, "PROVIDER_UNAUTHORIZED"),
     "wrong request": (status(400), OutcomeStatus.FAILED, "PROVIDER_TEXT_REFUSED"),
-    "server error": (status(500), OutcomeStatus.FAILED, "PROVIDER_TEXT_REFUSED"),
+    "server error": (status(500), OutcomeStatus.FAILED, "PROVIDER_SERVER_FAILED"),
     "request timeout status": (status(408), OutcomeStatus.FAILED, "PROVIDER_STATUS"),
     "gateway timeout status": (status(504), OutcomeStatus.FAILED, "PROVIDER_STATUS"),
     "timeout in words": (status(502, "ETIMEDOUT PROVIDER_TIMEOUT"), OutcomeStatus.FAILED, "PROVIDER_STATUS"),

@@ -65,11 +65,11 @@ class TestARefusedText:
         outcome = outcome_of(stage.swept(a), a)
         assert codes_of(outcome) == (OutcomeStatus.FAILED, codes.ALL_UNDELIVERABLE, "")
 
-    @pytest.mark.parametrize("code", [400, 500])
-    def test_a_server_that_refuses_everything_condemns_no_row(self, stage, batch_of_32, code):
+    @pytest.mark.parametrize(("code", "source"), [(400, "PROVIDER_TEXT_REFUSED"), (500, "PROVIDER_SERVER_FAILED")])
+    def test_a_server_that_refuses_everything_condemns_no_row(self, stage, batch_of_32, code, source):
         stage.server.script(lambda call: status(code))
         outcome = outcome_of(stage.swept(batch_of_32), batch_of_32)
-        assert codes_of(outcome) == (OutcomeStatus.FAILED, codes.PROVIDER_FAILED, "PROVIDER_TEXT_REFUSED")
+        assert codes_of(outcome) == (OutcomeStatus.FAILED, codes.PROVIDER_FAILED, source)
         assert (outcome.undeliverable, outcome.pending) == (0, 32)
         assert len(stage.server.embedding_calls) <= 4
 

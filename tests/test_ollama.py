@@ -80,7 +80,7 @@ class TestWhatLeaves:
 
 ANSWERS = [
     (status(400, {"error": "the input length exceeds the context length"}), errors.TextRefused, 1),
-    (status(500, {"error": "boom"}), errors.TextRefused, 1),
+    (status(500, {"error": "boom"}), errors.ServerFailed, 1),
     (status(404, {"error": 'model "embed" not found, try pulling it first'}), errors.ModelNotLoaded, 4),
     (status(500, {"error": "model failed to load, this may be due to resource limitations"}), errors.ModelNotLoaded, 4),
     (status(401, {"error": "unauthorized"}), errors.ProviderUnauthorized, 1),

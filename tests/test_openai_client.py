@@ -181,6 +181,21 @@ def test_embeddings_of_anything_but_texts_are_refused_by_the_fields_own_name(cha
     assert chat.server.calls == []
 
 
+@pytest.mark.parametrize(
+    ("answered", "told"), [(400, 400), (413, 400), (422, 400), (500, 502), (502, 502)], ids=lambda code: f"{code}"
+)
+def test_an_embedding_that_the_provider_refuses_is_the_clients_to_mend_and_one_that_fails_is_not(chat, answered, told):
+    said = status(answered, {"error": {"message": "the input is too long"}})
+    chat.server.when(lambda call: call.kind == "embedding", said)
+    with pytest.raises(openai.APIStatusError) as refused:
+        chat.openai().embeddings.create(model="embed", input="one")
+    assert (refused.value.status_code, refused.value.type) == (
+        told,
+        "invalid_request_error" if told == 400 else "api_error",
+    )
+    assert f"{answered}: the input is too long" in refused.value.message
+
+
 # --- errors, each as the client's own type ----------------------------------------------------------------------------
 def test_an_unknown_and_a_revoked_key(chat):
     with pytest.raises(openai.AuthenticationError) as refused:

@@ -166,7 +166,7 @@ ANSWERS = [
     (status(400), errors.TextRefused, 1),
     (status(413), errors.TextRefused, 1),
     (status(422), errors.TextRefused, 1),
-    (status(500, said("input (513 tokens) is too large to process")), errors.TextRefused, 1),
+    (status(500, said("input (513 tokens) is too large to process")), errors.ServerFailed, 1),
     (status(401), errors.ProviderUnauthorized, 1),
     (status(403), errors.ProviderUnauthorized, 1),
     (status(404), errors.ModelNotLoaded, 4),
