@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import numpy as np
 
-from embeddings.errors import ModelNotLoaded, ProviderError, ReplyRefused
+from embeddings.errors import ProviderError, ReplyRefused
 from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, api_key, bearer, scrubbed
 from embeddings.providers.replies import bind, listed
-from embeddings.providers.retries import of_status, with_retries
+from embeddings.providers.retries import Wordings, of_status, with_retries
 from embeddings.providers.transport import (
     HttpClient,
     of_transport,
@@ -29,8 +29,8 @@ from embeddings.timeouts import ProviderTimeoutError
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-# The server wordings that say a model could not be loaded, by status; all words of a row must be there.
-_NOT_LOADED_WORDS: dict[int, tuple[tuple[str, ...], ...]] = {
+# How Ollama says that a model could not be loaded.
+_NOT_LOADED_WORDS: Wordings = {
     500: (("model failed to load",), ("llama runner process has terminated",)),
 }
 
@@ -99,15 +99,7 @@ class OllamaProvider:
     def _of_status(self, response: httpx2.Response) -> ProviderError:
         status = response.status_code
         said = scrubbed(_words(response), self._key)
-        if _is_not_loaded(status, said):
-            return ModelNotLoaded(f"the provider answered {status}: {said}", status=status)
-        return of_status(status, said, self._key_name, retry_after_ms(response.headers))
-
-
-def _is_not_loaded(status: int, said: str) -> bool:
-    if status == 404:
-        return True
-    return any(all(word in said for word in words) for words in _NOT_LOADED_WORDS.get(status, ()))
+        return of_status(status, said, self._key_name, retry_after_ms(response.headers), _NOT_LOADED_WORDS)
 
 
 def _words(response: httpx2.Response) -> str:

@@ -14,10 +14,10 @@ import httpx2
 import numpy as np
 import openai
 
-from embeddings.errors import ModelNotLoaded, ProviderError, TextRefused
+from embeddings.errors import ProviderError, TextRefused
 from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, api_key, scrubbed
 from embeddings.providers.replies import bind, in_order, listed
-from embeddings.providers.retries import of_status, with_retries
+from embeddings.providers.retries import Wordings, of_status, with_retries
 from embeddings.providers.transport import (
     HttpClient,
     of_transport,
@@ -31,8 +31,8 @@ from embeddings.timeouts import OpenAICompatibleRequestTimeout
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-# The server wordings that say a model is not loaded, by status; all words of a row must be there.
-_NOT_LOADED_WORDS: dict[int, tuple[tuple[str, ...], ...]] = {
+# How llama.cpp and LM Studio say that a model is not loaded.
+_NOT_LOADED_WORDS: Wordings = {
     400: (("Model was unloaded",), ("Failed to load model", "Operation canceled")),
     503: (("Loading model",),),
 }
@@ -110,9 +110,7 @@ class OpenAICompatibleProvider:
     def _of_status(self, error: openai.APIStatusError) -> ProviderError:
         status = error.status_code
         said = scrubbed(_words(error), self._key)
-        if _is_not_loaded(status, said):
-            return ModelNotLoaded(f"the provider answered {status}: {said}", status=status)
-        return of_status(status, said, self._key_name, retry_after_ms(error.response.headers))
+        return of_status(status, said, self._key_name, retry_after_ms(error.response.headers), _NOT_LOADED_WORDS)
 
 
 class _Format:
@@ -139,12 +137,6 @@ class _Format:
         retry = not self._settled
         self._settled, self._on_trial = True, retry
         return retry
-
-
-def _is_not_loaded(status: int, said: str) -> bool:
-    if status == 404:
-        return True
-    return any(all(word in said for word in words) for words in _NOT_LOADED_WORDS.get(status, ()))
 
 
 def _words(error: openai.APIStatusError) -> str:

@@ -6,7 +6,7 @@ Only the failure that is left after them is the task's own, and only that may be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from embeddings.errors import (
     KeptConnectionLost,
@@ -26,6 +26,8 @@ MODEL_LOAD_RETRIES, MODEL_LOAD_PAUSE_S = 3, 0.5
 CONTENTION_RETRIES, CONTENTION_PAUSE_S = 2, 1.0
 CONTENTION_STATUS = frozenset({408, 429, 503, 504})
 TEXT_STATUS = frozenset({400, 413, 422})
+# What a server says of a model that is not loaded, by status; all words of a row must be there.
+Wordings = Mapping[int, Sequence[Sequence[str]]]
 
 
 async def with_retries(
@@ -64,9 +66,17 @@ def retry_pause_s(error: Exception, is_interactive: bool, loads: int, contention
     return None
 
 
-def of_status(status: int, said: str, key_name: str, retry_after_ms: int | None) -> ProviderError:
-    """The typed error of an answer other than 200, by its status alone; `said` is scrubbed and bounded."""
+def of_status(
+    status: int, said: str, key_name: str, retry_after_ms: int | None, not_loaded: Wordings | None = None
+) -> ProviderError:
+    """The typed error of an answer other than 200; `said` is scrubbed and bounded.
+
+    By its status alone, but for kinds that load their models: those say by a 404, or in the words of their own table
+    `not_loaded`, that one is not loaded.
+    """
     message = f"the provider answered {status}: {said}" if said else f"the provider answered {status}"
+    if not_loaded is not None and _is_not_loaded(status, said, not_loaded):
+        return ModelNotLoaded(message, status=status)
     if status in (401, 403):
         variable = key_name or "no variable: set --api-key-env"
         return ProviderUnauthorized(f"{message} (its key comes from {variable})", status=status)
@@ -77,3 +87,7 @@ def of_status(status: int, said: str, key_name: str, retry_after_ms: int | None)
     if status == 500:
         return ServerFailed(message, status=status)
     return UnexpectedStatus(message, status=status)
+
+
+def _is_not_loaded(status: int, said: str, wordings: Wordings) -> bool:
+    return status == 404 or any(all(word in said for word in words) for words in wordings.get(status, ()))
