@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.chat_paths import LITELLM, ChatPath, chat_server, litellm, sluicegate, straight
@@ -16,6 +18,14 @@ from benchmarks.row import Row
 
 STREAMS, CHUNKS, ROUNDS = 20, 500, 4
 OF_BARE_TARGET, TIMES_LITELLM_TARGET, TIMES_SOONER_TARGET = 0.75, 5.0, 10.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Chunks a second in all, and the median of the seconds to the first text."""
+
+    chunks_per_s: float
+    first_s: float
 
 
 def run(database: str) -> list[Row]:
@@ -26,11 +36,10 @@ def run(database: str) -> list[Row]:
     return _rows(bare, ours, theirs)
 
 
-def _measure(path: ChatPath) -> tuple[float, float]:
-    """Chunks a second in all, and the median of the seconds to the first text."""
+def _measure(path: ChatPath) -> Measured:
     read = _streams(path, "sdk")
     first_s = statistics.median(stream["first_s"] for stream in _streams(path, "raw"))
-    return STREAMS * CHUNKS / max(stream["total_s"] for stream in read), first_s
+    return Measured(STREAMS * CHUNKS / max(stream["total_s"] for stream in read), first_s)
 
 
 def _streams(path: ChatPath, reader: str) -> list[dict[str, Any]]:
@@ -41,30 +50,27 @@ def _streams(path: ChatPath, reader: str) -> list[dict[str, Any]]:
     return streams
 
 
-def _rows(bare: Any, ours: Any, theirs: Any) -> list[Row]:
+def _rows(bare: Sequence[Measured], ours: Sequence[Measured], theirs: Sequence[Measured]) -> list[Row]:
     name = f"{STREAMS} streams of {CHUNKS} chunks"
-    speed, first = [[each[at] for each in ours] for at in (0, 1)]
-    of_bare = [mine / yours[0] for mine, yours in zip(speed, bare, strict=True)]
-    times = [mine / yours[0] for mine, yours in zip(speed, theirs, strict=True)]
-    sooner = [yours[1] / mine for mine, yours in zip(first, theirs, strict=True)]
+    of_bare = [mine.chunks_per_s / yours.chunks_per_s for mine, yours in zip(ours, bare, strict=True)]
+    times = [mine.chunks_per_s / yours.chunks_per_s for mine, yours in zip(ours, theirs, strict=True)]
+    sooner = [yours.first_s / mine.first_s for mine, yours in zip(ours, theirs, strict=True)]
     return [
-        _speed(f"chunks/s, {name}: the official client straight at the server", [each[0] for each in bare]),
-        _speed("the same through Sluicegate: worker, Valkey, web", speed),
-        _speed(f"the same through the proxy of {LITELLM}", [each[0] for each in theirs]),
+        _speed(f"chunks/s, {name}: the official client straight at the server", bare),
+        _speed("the same through Sluicegate: worker, Valkey, web", ours),
+        _speed(f"the same through the proxy of {LITELLM}", theirs),
         Row("relay", "Sluicegate's share of the bare loop", tuple(of_bare), target=OF_BARE_TARGET),
         Row("relay", "Sluicegate's chunks/s, as a multiple of LiteLLM's", tuple(times), target=TIMES_LITELLM_TARGET),
-        _first(
-            "seconds to the first text, median of the streams, by a raw client: straight", [each[1] for each in bare]
-        ),
-        _first("the same through Sluicegate", first),
-        _first("the same through LiteLLM", [each[1] for each in theirs]),
+        _first("seconds to the first text, median of the streams, by a raw client: straight", bare),
+        _first("the same through Sluicegate", ours),
+        _first("the same through LiteLLM", theirs),
         Row("relay", "how many times sooner than through LiteLLM", tuple(sooner), target=TIMES_SOONER_TARGET),
     ]
 
 
-def _speed(what: str, samples: list[float]) -> Row:
-    return Row("relay", what, tuple(samples), decimals=0)
+def _speed(what: str, rounds: Sequence[Measured]) -> Row:
+    return Row("relay", what, tuple(each.chunks_per_s for each in rounds), decimals=0)
 
 
-def _first(what: str, samples: list[float]) -> Row:
-    return Row("relay", what, tuple(samples), "s")
+def _first(what: str, rounds: Sequence[Measured]) -> Row:
+    return Row("relay", what, tuple(each.first_s for each in rounds), "s")
