@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from django.db.models import Prefetch
+from django.db.models import Prefetch, Q
 from django.utils import timezone
 
 from embeddings import codes, facts, run_facts
+from embeddings.knowledge.git import SourceTimeout, SourceUnreachable
 from embeddings.models import Provider, Repository, RepositoryOutcome, Tenant, TenantRun
-from embeddings.states import RUN_UNFINISHED, CircuitState
+from embeddings.states import RUN_UNFINISHED, CircuitState, OutcomeStatus
 
 STALLED_SHOWN_FOR = timedelta(hours=24)
 _SHOWN = 10
+# Put off, which is no failure; and yet nothing comes of it until somebody mends the source.
+_UNFETCHED = (SourceUnreachable.code, SourceTimeout.code)
 
 
 def stalled_runs() -> list[TenantRun]:
@@ -34,8 +37,9 @@ def unfinished_runs() -> list[TenantRun]:
 
 
 def troubled_repositories() -> list[Repository]:
-    """Enabled repositories whose sweeps keep failing, the worst first."""
-    failing = facts.repositories().filter(enabled=True, consecutive_failures__gt=0)
+    """Enabled repositories whose sweeps keep failing, or whose source the last one could not fetch, the worst first."""
+    unfetched = Q(last__status=OutcomeStatus.DEFERRED, last__error_code__in=_UNFETCHED)
+    failing = facts.repositories().filter(Q(consecutive_failures__gt=0) | unfetched, enabled=True)
     return list(failing.order_by("-consecutive_failures", "tenant__slug", "slug")[:_SHOWN])
 
 

@@ -50,6 +50,8 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
+    # For the pages of /api/docs, which it otherwise loads from elsewhere: many of these machines see no internet.
+    "ninja",
     "embeddings",
     "streaming",
 ]

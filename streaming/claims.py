@@ -111,19 +111,23 @@ def shut_down() -> None:
 
 
 def look(renewing: bool) -> None:
-    """One round of the keeper: renew the leases if it is time, then tell turns that were cancelled, or lost."""
+    """One round of the keeper: renew the leases if it is time, then tell turns that were cancelled, or lost.
+
+    A tenant that is removed cancels its turns: nothing is paid for on its behalf any more.
+    """
     with _lock:
         mine = dict(_held)
     if not mine:
         return
     if renewing:
         verbs.renew(each.claim for each in mine.values())
-    rows = ChatTurn.objects.filter(claim_token__in=list(mine)).values_list("claim_token", "cancel_requested_at")
-    still = dict(rows)
+    rows = ChatTurn.objects.filter(claim_token__in=list(mine))
+    facts = rows.values_list("claim_token", "cancel_requested_at", "tenant__is_active")
+    still = {token: asked_at is not None or not is_active for token, asked_at, is_active in facts}
     for token, each in mine.items():
         if token not in still:
             each.lose()
-        elif still[token] is not None and not each.is_cancelled:
+        elif still[token] and not each.is_cancelled:
             each.cancel()
 
 

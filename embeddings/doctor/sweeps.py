@@ -47,7 +47,8 @@ def _trouble(repository: Any, runs: dict[int, TenantRun]) -> Finding:
     if not last:
         return warning(name, f"failed {repository.consecutive_failures} times in a row")
     reason = f" ({last['error_code']})" if last["error_code"] else ""
-    detail = f"{last['status']}{reason}, {repository.consecutive_failures} failures in a row"
+    failures = repository.consecutive_failures
+    detail = f"{last['status']}{reason}" + (f", {failures} failures in a row" if failures else "")
     return warning(name, detail, f"manage.py runs show {run_facts.short_id(runs[last['run_id']])}")
 
 

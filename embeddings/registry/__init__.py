@@ -5,6 +5,7 @@ The commands, the admin and the endpoints parse, call one of these, and render.
 
 from embeddings.registry.keys import KeyScope, allows, authenticate, find_key, issue_key, revoke_key
 from embeddings.registry.names import (
+    find_active_tenant,
     find_provider,
     find_repository,
     find_tenant,
@@ -43,6 +44,7 @@ __all__ = [
     "clean_provider",
     "clean_repository",
     "clean_tenant",
+    "find_active_tenant",
     "find_key",
     "find_provider",
     "find_repository",

@@ -30,6 +30,14 @@ def find_tenant(slug: str) -> Tenant:
     return found
 
 
+def find_active_tenant(slug: str) -> Tenant:
+    """The same of a tenant that was not removed. Raises UsageError."""
+    found = find_tenant(slug)
+    if not found.is_active:
+        raise _not_active(found)
+    return found
+
+
 def find_repository(tenant: Tenant, slug: str) -> Repository:
     """The tenant's repository of this slug that is not removed. Raises UsageError."""
     found = present_repositories().filter(tenant=tenant, slug=slug).first()
@@ -46,6 +54,8 @@ def select_repositories(tenants: Sequence[str] = (), repositories: Sequence[str]
     Only enabled repositories of active tenants with an embedding provider. Raises UsageError where a name is unknown,
     where a repository that is asked for by name cannot be swept, and where nothing is left.
     """
+    for slug in dict.fromkeys(tenants):
+        find_active_tenant(slug)
     for name in dict.fromkeys(repositories):
         _check_sweepable(_named_repository(name))
     return sweepable(match_repositories(tenants, repositories))
@@ -91,7 +101,7 @@ def _named_repository(name: str) -> Repository:
 def _check_sweepable(repository: Repository) -> None:
     tenant = repository.tenant
     if not tenant.is_active:
-        raise UsageError(f"Tenant {tenant} is not active: `manage.py tenant add {tenant}` brings it back.")
+        raise _not_active(tenant)
     if not repository.enabled:
         raise UsageError(f"{repository} is disabled: `manage.py repository set {tenant} {repository.slug} --enable`.")
     if tenant.embedding_provider is None:
@@ -111,6 +121,10 @@ def _nothing_to_sweep(candidates: QuerySet[Repository]) -> UsageError:
     return UsageError(
         f"No repository is enabled: `manage.py repository set {first.tenant} {first.slug} --enable` enables one."
     )
+
+
+def _not_active(tenant: Tenant) -> UsageError:
+    return UsageError(f"Tenant {tenant} is not active: `manage.py tenant add {tenant}` brings it back.")
 
 
 def _without_provider(tenant: Tenant) -> UsageError:

@@ -31,7 +31,7 @@ class Command(SluicegateCommand):
         add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        tenant = registry.find_tenant(options["tenant"])
+        tenant = registry.find_active_tenant(options["tenant"])
         try:
             hits = search(tenant, options["query"], options["limit"])
         except UsageError:

@@ -54,7 +54,7 @@ class Command(SluicegateCommand):
             raise Failed(f"{found.state}: {found.error_code} {printable(found.error_detail)}".rstrip())
 
     def _take(self, options: dict[str, Any]) -> tuple[ChatTurn, turn.Claim]:
-        tenant = registry.find_tenant(options["tenant"])
+        tenant = registry.find_active_tenant(options["tenant"])
         if not options["question"].strip():
             raise UsageError("the question is empty: say what to ask")
         request = {"messages": [{"role": "user", "content": options["question"]}]}
