@@ -8,6 +8,7 @@ from streaming.pipeline import AttemptResult, ProviderConfig, close_clients, ope
 from streaming.retry import decide_retry
 from tests.provider_server import Reply, sse
 from tests.strict_loop import run
+from tests.waiting import PROMPTLY_S
 
 QUESTION = {"messages": [{"role": "user", "content": "What holds?"}]}
 
@@ -66,7 +67,7 @@ def play(server, *steps, request=None, pause=0.0, **config):
 
 
 def ended_by(server):
-    return server.wait_until_ended(server.chat_calls[-1].number, timeout=1.0).ended_by
+    return server.wait_until_ended(server.chat_calls[-1].number, timeout=PROMPTLY_S).ended_by
 
 
 def then_hang(head):

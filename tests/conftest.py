@@ -7,7 +7,9 @@ import socket
 import pytest
 from django.conf import settings
 from django.db import connection
+from django.test import override_settings
 
+from embeddings.providers import retries
 from project import database_threads
 from tests.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
 from tests.local_server import local_server  # noqa: F401
@@ -47,6 +49,20 @@ def _loopback_only(monkeypatch):
         return real(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _passwords_cost_nothing():
+    """Half a second of hashing for each test's admin would prove nothing."""
+    with override_settings(PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"]):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    """Tens of milliseconds between the tries of one call. The tests of the pauses themselves override this."""
+    monkeypatch.setattr(retries, "MODEL_LOAD_PAUSE_S", 0.02)
+    monkeypatch.setattr(retries, "CONTENTION_PAUSE_S", 0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ class Stage:
         (run,) = sweep.start(chosen, trigger=RunTrigger.COMMAND, concurrency=concurrency)
         return run
 
-    def carry_out(self, run: TenantRun, controls: Controls = sweep.CONTROLS, timeout: float = 15.0) -> TenantRun:
+    def carry_out(self, run: TenantRun, controls: Controls = sweep.CONTROLS, timeout: float = 30.0) -> TenantRun:
         """Scans, drains and advances in this thread until the run has finished."""
 
         def finished() -> bool:

@@ -21,6 +21,7 @@ from tests.provider_server.chat_stream import (
     sse,
     usage,
 )
+from tests.waiting import PROMPTLY_S
 
 
 def kinds(events):
@@ -100,7 +101,7 @@ def test_a_silent_stream_ends_within_its_budget_and_its_socket_is_closed_upstrea
     identifier = chat.take()["id"]
     events = chat.events(identifier)
     assert (events[-1]["state"], text_of(events)) == ("idle_timeout", "kept")
-    assert chat.server.wait_until_ended(1, timeout=1.0).ended_by == "client_closed"
+    assert chat.server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
     assert chat.turn(identifier).answer == "kept"
 
 
@@ -154,7 +155,7 @@ def test_cancel_closes_the_upstream_socket_within_a_second(chat):
     with chat.reading(turn["id"]) as reader, chat.http() as client:
         assert next(event for event in reader if event["event"] == "delta")
         assert client.post(f"/api/chat/turns/{turn['id']}/cancel").status_code == 200
-        assert chat.server.wait_until_ended(1, timeout=1.0).ended_by == "client_closed"
+        assert chat.server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
         end = next(event for event in reader if event["event"] == "end")
         assert end["state"] == "cancelled"
         again = client.post(f"/api/chat/turns/{turn['id']}/cancel").json()

@@ -14,7 +14,7 @@ from tests.commanding import manage
 from tests.factories import make_generation, make_provider, make_repository, make_row, make_tenant, make_version
 from tests.provider_server import ProviderServer, status, vector_of
 from tests.provider_server.chat_stream import D, F, R, T, silence_forever, sse
-from tests.waiting import eventually
+from tests.waiting import PROMPTLY_S, eventually
 
 TEXT = "The gates hold back the flood."
 
@@ -117,7 +117,7 @@ def test_ctrl_c_cancels_upstream(server, tenant):
     server.wait_for_calls(1, timeout=30)
     eventually(lambda: ChatTurn.objects.filter(stage="streaming").exists())
     process.send_signal(signal.SIGINT)
-    assert server.wait_until_ended(1, timeout=2.0).ended_by == "client_closed"
+    assert server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 1
     assert json.loads(out)["state"] == "cancelled"

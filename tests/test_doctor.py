@@ -57,7 +57,7 @@ def test_a_check_that_raises_and_one_that_hangs_are_lines_and_spoil_no_other():
     ]
     began = time.monotonic()
     broken, stuck, sound = examine(checks)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert (broken.status, broken.detail) == (Status.ERROR, "could not be looked at: ZeroDivisionError")
     assert (stuck.status, stuck.detail) == (Status.ERROR, "no answer within 0.1 s")
     assert sound.status == Status.OK
@@ -201,7 +201,7 @@ def test_servers_that_do_not_answer_as_they_should(transactional_db, server):
     make_provider(name="keyless", base_url=f"{server.address}/500", api_key_env="SLUICEGATE_KEY_NONE")
     began = time.monotonic()
     lines = found(SERVERS)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 10
     said = {name: (line.status, line.detail.split(":")[0]) for name, line in lines.items()}
     assert said == {
         "server of away": (Status.ERROR, "PROVIDER_UNREACHABLE"),

@@ -21,7 +21,7 @@ from tests.chat_stack import Process, chat_at, in_thread, text_of
 from tests.factories import make_provider
 from tests.held_load import HeldLoad
 from tests.local_server import MODELS
-from tests.waiting import eventually
+from tests.waiting import PROMPTLY_S, eventually
 
 SLOTS = 4
 # A minute of text and more, whatever the model would rather do.
@@ -201,7 +201,7 @@ def test_a_hang_up_frees_its_slot_within_a_second(local, local_server):
     assert text
     eventually(lambda: busy(local_server) == 1)
     stream.close()
-    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="the slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=PROMPTLY_S, message="the slot is free")
     turn = the_turn(local)
     assert turn.state == TurnState.CANCELLED
     assert turn.answer.startswith(text)
@@ -214,7 +214,7 @@ def test_a_hang_up_before_any_answer_frees_it_too(local, local_server):
     client.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     eventually(lambda: busy(local_server) == 1)
     client.close()
-    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="the slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=PROMPTLY_S, message="the slot is free")
     assert the_turn(local).state == TurnState.CANCELLED
 
 
@@ -231,7 +231,7 @@ def test_a_cancel_frees_its_slot_and_its_twin_without_one_it_stays_busy(local, l
     assert busy(local_server) == 1
     with local.http() as client:
         client.post(f"/api/chat/turns/{turn}/cancel")
-    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="the slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=PROMPTLY_S, message="the slot is free")
     assert local.wait_ended(turn).state == TurnState.CANCELLED
 
 
@@ -297,7 +297,7 @@ def test_its_twin_a_queue_that_is_longer_than_the_request_budget_is_a_timeout(lo
         for turn in turns:
             client.post(f"/api/chat/turns/{turn}/cancel")
     assert waiting().choices[0].message.content
-    eventually(lambda: busy(local_server) == 0, timeout=1.0, message="every slot is free")
+    eventually(lambda: busy(local_server) == 0, timeout=PROMPTLY_S, message="every slot is free")
     assert {local.wait_ended(turn).state for turn in turns} == {TurnState.CANCELLED}
 
 

@@ -17,6 +17,7 @@ from tests.provider_server import (
     vector_of,
 )
 from tests.provider_server.chat_stream import A, D, F, R, T, Z, at_gate, data, delta, finish, silence_forever, sse
+from tests.waiting import PROMPTLY_S
 
 
 def ask(client, **values):
@@ -307,7 +308,7 @@ def test_silence_ends_as_a_gateway_timeout_after_three_attempts(chat, reply):
     assert refused.value.response.headers["x-should-retry"] == "false"
     assert len(chat.server.chat_calls) == 3
     for call in chat.server.chat_calls:
-        assert chat.server.wait_until_ended(call.number, timeout=1.0).ended_by == "client_closed"
+        assert chat.server.wait_until_ended(call.number, timeout=PROMPTLY_S).ended_by == "client_closed"
 
 
 def test_an_error_after_the_first_text_comes_as_the_clients_error(chat):
@@ -367,7 +368,7 @@ def test_a_hang_up_closes_the_upstream_socket_within_a_second(chat):
     assert next(iter(stream)).choices[0].delta.content == "One"
     (call,) = chat.server.chat_calls
     stream.close()
-    assert chat.server.wait_until_ended(call.number, timeout=1.0).ended_by == "client_closed"
+    assert chat.server.wait_until_ended(call.number, timeout=PROMPTLY_S).ended_by == "client_closed"
     turn = chat.wait_ended(str(ChatTurn.objects.get().public_id))
     assert (turn.state, turn.answer) == (TurnState.CANCELLED, "One")
 
@@ -381,7 +382,7 @@ def test_a_hang_up_before_any_answer_cancels_too(chat, stream):
     with pytest.raises(openai.APITimeoutError):
         ask(client, stream=stream)
     call = chat.server.wait_for_calls(1)[0]
-    assert chat.server.wait_until_ended(call.number, timeout=2.0).ended_by == "client_closed"
+    assert chat.server.wait_until_ended(call.number, timeout=PROMPTLY_S).ended_by == "client_closed"
     assert chat.wait_ended(str(ChatTurn.objects.get().public_id)).state == TurnState.CANCELLED
 
 

@@ -51,6 +51,7 @@ from tests.provider_server import (
     with_id,
 )
 from tests.strict_loop import run
+from tests.waiting import PROMPTLY_S
 
 IDLE_MS = 120
 IMPATIENT = {"stream_idle_timeout_ms": IDLE_MS, "request_timeout_ms": 10_000}
@@ -275,7 +276,7 @@ def test_every_end_has_its_name_and_keeps_the_text(server, steps, config, end, t
     played = play(server, *steps, **config)
     assert (played.end, played.text, played.retried) == (end, text, retried)
     assert (played.result.error is None) == (end[0] == "completed")
-    assert server.wait_until_ended(server.chat_calls[-1].number, timeout=1.0)
+    assert server.wait_until_ended(server.chat_calls[-1].number, timeout=PROMPTLY_S)
 
 
 @pytest.mark.parametrize("step", [data("{bad"), data({"error": {"message": "no"}}), endless_line()])

@@ -292,6 +292,10 @@ class TestRetryAfter:
 
 
 class TestRetryPolicy:
+    @pytest.fixture
+    def short_pauses(self) -> None:
+        """The pauses as they are."""
+
     def test_a_model_that_loads(self) -> None:
         error = errors.ModelNotLoaded("x", status=503)
         assert [retry_pause_s(error, False, loads, 0) for loads in range(4)] == [0.5, 0.5, 0.5, None]

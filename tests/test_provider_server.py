@@ -318,7 +318,7 @@ class TestEnd:
             server.wait_for_calls(4)
             eventually(lambda: server.connections_accepted == 5)
             started = time.monotonic()
-        assert time.monotonic() - started < 0.3
+        assert time.monotonic() - started < 5
         assert {call.ended_by for call in server.calls} == {"server_closed"}
         assert set(threading.enumerate()) <= before
         for each in (*opened, idle):
@@ -330,7 +330,7 @@ class TestEnd:
             opened = raw_call(server, "a")
             server.wait_for_calls(1)
             started = time.monotonic()
-        assert time.monotonic() - started < 0.3
+        assert time.monotonic() - started < 5
         opened.close()
 
     def test_a_port_can_be_listened_on_again(self, client: httpx2.Client) -> None:

@@ -42,7 +42,7 @@ from tests.provider_server.chat_stream import (
     unterminated,
     with_id,
 )
-from tests.waiting import eventually
+from tests.waiting import PROMPTLY_S, eventually
 
 QUIET = silence_forever()
 # For wires that take their time byte by byte.
@@ -240,7 +240,7 @@ def test_case(chat, case):
     # One start, whatever was tried; every delta of the one attempt that was delivered.
     assert [event["event"] for event in events].count("start") == 1
     assert {event["attempt"] for event in events if event["event"] == "delta"} <= {case.calls}
-    eventually(lambda: not any(call.is_open for call in chat.server.chat_calls), timeout=1.5)
+    eventually(lambda: not any(call.is_open for call in chat.server.chat_calls), timeout=PROMPTLY_S)
 
 
 def documented():

@@ -36,7 +36,7 @@ from tests.streaming_kinds import (
     whole,
 )
 from tests.strict_loop import run
-from tests.waiting import eventually
+from tests.waiting import PROMPTLY_S, eventually
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_an_odd_stream_has_an_honest_end(server, steps, end, text):
     played = play(server, *steps, **BUDGETS)
     assert (played.end, played.text) == (end, text)
     assert (played.result.error is None) == (end == COMPLETED)
-    assert server.wait_until_ended(server.chat_calls[-1].number, timeout=1.0)
+    assert server.wait_until_ended(server.chat_calls[-1].number, timeout=PROMPTLY_S)
 
 
 @pytest.mark.parametrize(("reply", "end"), REPLIES.values(), ids=REPLIES.keys())
@@ -67,7 +67,7 @@ def test_an_odd_reply_has_an_honest_end(server, reply, end):
     played = play(server, reply, **BUDGETS)
     assert played.end == end
     assert played.text == ("a" if end == COMPLETED else "")
-    assert server.wait_until_ended(server.chat_calls[-1].number, timeout=1.0)
+    assert server.wait_until_ended(server.chat_calls[-1].number, timeout=PROMPTLY_S)
     assert len(server.chat_calls) == 1
 
 

@@ -33,7 +33,7 @@ from tests.provider_server import (
 )
 from tests.streaming_kinds import CALLS, FRAME, KEY, NO_DELTA, NO_JSON, STATUS, choice
 from tests.test_chat_api import with_a_row
-from tests.waiting import eventually
+from tests.waiting import PROMPTLY_S, eventually
 
 ENDLESS_WISH = status(429, headers={"Retry-After": "9" * 30})
 THROUGH = {
@@ -116,7 +116,7 @@ def test_23_finished_and_the_socket_open_is_complete_after_the_grace(chat):
     chat.server.next(sse(R, T("Hello"), F, silence_forever()))
     events = chat.events(chat.take()["id"])
     assert (events[-1]["state"], text_of(events)) == ("completed", "Hello")
-    assert chat.server.wait_until_ended(1, timeout=1.0).ended_by == "client_closed"
+    assert chat.server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
 
 
 def test_15_a_client_that_reads_slowly_is_charged_nothing(chat):
@@ -178,8 +178,8 @@ def test_a_cancel_while_the_question_is_embedded_closes_that_socket_within_a_sec
     chat.server.wait_for_calls(1)
     with chat.http() as client:
         client.post(f"/api/chat/turns/{turn['id']}/cancel")
-    assert chat.server.wait_until_ended(1, timeout=1.2).ended_by == "client_closed"
-    assert chat.wait_ended(turn["id"], timeout=0.5).state == TurnState.CANCELLED
+    assert chat.server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
+    assert chat.wait_ended(turn["id"], timeout=PROMPTLY_S).state == TurnState.CANCELLED
     assert chat.server.chat_calls == []
 
 
@@ -189,14 +189,14 @@ def test_the_wall_clock_counts_from_the_claim_and_bounds_the_retrieval_too(chat)
     chat.server.when(lambda call: call.kind == "embedding", hang())
     end = chat.events(chat.take(knowledge=True)["id"])[-1]
     assert (end["state"], end["error_kind"]) == ("lifetime_exceeded", "wall")
-    assert chat.server.wait_until_ended(1, timeout=1.0).ended_by == "client_closed"
+    assert chat.server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
 
 
 def test_an_answer_over_the_cap_closes_its_socket(chat):
     chat.server.next(sse(R, *[T("x" * 5_000)] * 8, silence_forever()))
     type(chat.provider).objects.update(stream_idle_timeout_ms=30_000)
     assert ask(chat).choices[0].finish_reason == "length"
-    assert chat.server.wait_until_ended(1, timeout=1.0).ended_by == "client_closed"
+    assert chat.server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
 
 
 def test_a_cancel_in_the_pause_before_an_attempt_ends_it(chat):
@@ -205,7 +205,7 @@ def test_a_cancel_in_the_pause_before_an_attempt_ends_it(chat):
     chat.server.wait_until_ended(1)
     with chat.http() as client:
         client.post(f"/api/chat/turns/{turn['id']}/cancel")
-    assert chat.wait_ended(turn["id"], timeout=1.0).state == TurnState.CANCELLED
+    assert chat.wait_ended(turn["id"], timeout=PROMPTLY_S).state == TurnState.CANCELLED
     assert len(chat.server.chat_calls) == 1
 
 

@@ -70,9 +70,9 @@ class TestPutting:
         assert not EmbeddingTask.objects.exists()
 
     def test_an_interactive_text_expires(self, run):
-        task = task_queue.put_interactive(run.provider, run.generation, ["a", "b"], 5_000)
+        task = task_queue.put_interactive(run.provider, run.generation, ["a", "b"], 60_000)
         assert (task.priority, task.texts, task.text_count) == (TaskPriority.INTERACTIVE, ["a", "b"], 2)
-        assert 4 < left_for(task.expires_at) <= 5
+        assert 50 < left_for(task.expires_at) <= 60
 
 
 class TestAdmitting:
@@ -81,7 +81,7 @@ class TestAdmitting:
         task.refresh_from_db()
         assert (task.state, task.slot, task.attempts) == (TaskState.DISPATCHED, 0, 1)
         assert (task.dispatch_token, len(held.token)) == (held.token, 32)
-        assert settings.LEASE_MS / 1000 - 2 < left_for(task.lease_expires_at) <= settings.LEASE_MS / 1000
+        assert settings.LEASE_MS / 1000 - 10 < left_for(task.lease_expires_at) <= settings.LEASE_MS / 1000
         assert left_for(task.dispatched_at) <= 0
 
     def test_counts_the_call_on_the_outcome(self, outcome):
