@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -106,6 +107,9 @@ def _on_invalid_field(request: HttpRequest, error: ValidationError) -> HttpRespo
 
 @api.exception_handler(HttpError)
 def _on_http_error(request: HttpRequest, error: HttpError) -> HttpResponse:
+    if isinstance(error.__cause__, ValueError | RecursionError):
+        message = f"The request's body is not JSON that is taken here: {_fault_of(error.__cause__)}."
+        return _reply(OpenAIError(400, message, "invalid_request_error", "invalid_json"))
     kind = "invalid_request_error" if error.status_code < 500 else "api_error"
     return _reply(OpenAIError(error.status_code, error.message, kind, "http_error"))
 
@@ -119,6 +123,13 @@ def _on_missing(request: HttpRequest, error: Http404) -> HttpResponse:
 def _on_any_error(request: HttpRequest, error: Exception) -> HttpResponse:
     logger.error("%s %s failed: %s", request.method, request.path, place_of(error))
     return _reply(OpenAIError(500, "An error of our own.", "api_error", "internal_error"))
+
+
+def _fault_of(error: BaseException) -> str:
+    """What is wrong with a body, without a word of it."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, at character {error.pos}"
+    return "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)
 
 
 def _reply(error: OpenAIError) -> HttpResponse:
