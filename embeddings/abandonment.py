@@ -58,6 +58,14 @@ def runs_holding(repositories: Sequence[Repository]) -> list[int]:
     return sorted(set(busy.values_list("run", flat=True)))
 
 
+def at_work_on(repositories: Sequence[Repository]) -> set[int]:
+    """Ids of those of the repositories that an unfinished run has which is not abandoned."""
+    busy = RepositoryOutcome.objects.filter(repository__in=repositories, status__in=OUTCOME_UNFINISHED)
+    pairs = list(busy.values_list("run", "repository"))
+    alive = {run_id for run_id in {run_id for run_id, _ in pairs} if not _is_abandoned(run_id)}
+    return {repository_id for run_id, repository_id in pairs if run_id in alive}
+
+
 def wait_for_a_sign(repositories: Sequence[Repository], on_wait: Callable[[], None]) -> None:
     """Waits until each run that holds one of the repositories shows a sign of life, or is abandoned.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db.models import Q, QuerySet
 from django.utils import timezone
 
-from embeddings import sweep
+from embeddings import abandonment, sweep
 from embeddings.models import Provider, Repository, TenantRun
 from embeddings.states import RUN_UNFINISHED, RunTrigger
 
@@ -13,13 +13,15 @@ from embeddings.states import RUN_UNFINISHED, RunTrigger
 def start_due() -> list[TenantRun]:
     """Starts one run per provider over everything due, unless a scheduled run of that provider is still unfinished.
 
+    None where others are at work on all that is due: it would skip them, and be started again at every look.
+
     One run takes all that are due: otherwise jitter would give each repository a run, and a circuit, of its own.
     """
     runs: list[TenantRun] = []
     for provider in Provider.objects.filter(is_paused=False).exclude(embedding_model=""):
         unfinished = TenantRun.objects.filter(provider=provider, trigger=RunTrigger.SCHEDULE, status__in=RUN_UNFINISHED)
         due = list(due_repositories(provider))
-        if due and not unfinished.exists():
+        if due and not unfinished.exists() and len(abandonment.at_work_on(due)) < len(due):
             runs += sweep.start(due, trigger=RunTrigger.SCHEDULE)
     return runs
 
