@@ -105,7 +105,7 @@ def start_worker(name: str = "worker", **environ: str) -> Process:
     words = ("celery", "--app", "project", "worker", "--pool", "threads", "--concurrency", "16", "--queues", "chat")
     flags = ("--loglevel", "INFO", "--hostname", f"{name}@test", "--without-gossip", "--without-mingle")
     process = Process(name, *words, *flags, **environ)
-    eventually(lambda: " ready." in process.output, timeout=30, message=f"{name} is ready")
+    eventually(lambda: " ready." in process.output, timeout=60, message=f"{name} is ready")
     return process
 
 
@@ -124,7 +124,7 @@ def start_web(name: str = "web", **environ: str) -> tuple[Process, str]:
         **environ,
     )
     address = f"http://127.0.0.1:{port}"
-    eventually(lambda: _answers(f"{address}/healthz"), timeout=30, message=f"{name} answers")
+    eventually(lambda: _answers(f"{address}/healthz"), timeout=60, message=f"{name} answers")
     return process, address
 
 
@@ -203,7 +203,7 @@ class Chat:
     def turn(self, identifier: str) -> ChatTurn:
         return ChatTurn.objects.get(public_id=identifier)
 
-    def wait_ended(self, identifier: str, timeout: float = 10.0) -> ChatTurn:
+    def wait_ended(self, identifier: str, timeout: float = 30.0) -> ChatTurn:
         eventually(lambda: self.turn(identifier).has_ended, timeout=timeout, message="the turn ends")
         return self.turn(identifier)
 

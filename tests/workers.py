@@ -33,10 +33,10 @@ class Worker(Process):
         super().__init__(self.name, *words, *flags, "--without-gossip", "--without-mingle", **LEASES)
 
     def wait_ready(self) -> None:
-        eventually(lambda: " ready." in self.output, timeout=40, message=f"{self.name} is ready")
+        eventually(lambda: " ready." in self.output, timeout=60, message=f"{self.name} is ready")
 
     def wait_dead(self) -> None:
-        eventually(lambda: self.returncode is not None, timeout=30, message=f"{self.name} dies")
+        eventually(lambda: self.returncode is not None, timeout=60, message=f"{self.name} dies")
 
     def pause(self) -> None:
         """SIGSTOP: the process stands still and keeps its sockets."""

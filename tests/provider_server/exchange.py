@@ -82,7 +82,7 @@ class Gate:
         """How many calls have ever reached this gate."""
         return self._arrived
 
-    def wait_arrived(self, n: int = 1, timeout: float = 10.0) -> None:
+    def wait_arrived(self, n: int = 1, timeout: float = 30.0) -> None:
         """Return once `n` calls have reached the gate; AssertionError after `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrived >= n, timeout):

@@ -121,12 +121,12 @@ class ProviderServer(Script):
         with self._lock:
             return sum(not connection.client_has_closed() for connection in self._connections)
 
-    def wait_for_calls(self, n: int, timeout: float = 10.0, predicate: Predicate = lambda call: True) -> list[Call]:
+    def wait_for_calls(self, n: int, timeout: float = 30.0, predicate: Predicate = lambda call: True) -> list[Call]:
         """The calls for which `predicate` holds, once there are `n`; AssertionError after `timeout` seconds."""
         self._log.wait_for(lambda calls: sum(map(predicate, calls)) >= n, timeout)
         return [call for call in self.calls if predicate(call)]
 
-    def wait_until_ended(self, number: int, timeout: float = 10.0) -> Call:
+    def wait_until_ended(self, number: int, timeout: float = 30.0) -> Call:
         """The call with this number, once it has ended; AssertionError after `timeout` seconds."""
 
         def ended(calls: list[Call]) -> bool:
