@@ -104,7 +104,7 @@ class EventReader:
         self._bell_key = f"sluicegate:bell:{secrets.token_hex(8)}"
         self._bell_after = "0-0"
         self._bell_expires_at = 0.0
-        self._is_blocked = False
+        self._is_blocked = self._is_away = False
         self._ringing: set[asyncio.Task[None]] = set()
 
     def subscribe(self, key: str, after: int = 0) -> Subscription:
@@ -118,6 +118,14 @@ class EventReader:
 
     def remove(self, subscription: Subscription) -> None:
         self._subscriptions.discard(subscription)
+
+    async def holds_more(self, subscription: Subscription) -> bool:
+        """Whether the log has something that no read has brought the subscription yet; False while it is away."""
+        if self._bell is None:
+            return not self._is_away
+        with contextlib.suppress(*UNREACHABLE):
+            return bool(await self._bell.xrange(subscription.key, f"({subscription.after}-0", count=1))
+        return False
 
     def look_again(self) -> None:
         """Makes the read start anew with the subscriptions as they are now."""
@@ -136,6 +144,7 @@ class EventReader:
                 try:
                     await self._read()
                 except UNREACHABLE as error:
+                    self._is_away = True
                     logger.warning("the event log cannot be read: %s", type(error).__name__)
                     await self._disconnect()
                     await asyncio.sleep(PAUSE_S)
@@ -151,6 +160,7 @@ class EventReader:
             return
         if self._client is None:
             self._client, self._bell = await connect_async(), await connect_async()
+            self._is_away = False
         by_key: dict[str, list[Subscription]] = {}
         for subscription in open_ones:
             by_key.setdefault(subscription.key, []).append(subscription)

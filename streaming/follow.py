@@ -25,8 +25,9 @@ from streaming.turn import end_data, ending_of, is_lost
 
 # How long a reader goes without an event before it looks at the row.
 LOOK_S = 0.5
-# A turn that had ended before its reader came: its log answers at once, or is gone.
-LOG_ANSWERS_S = 0.3
+# A turn that had ended before its reader came: its log answers at once, is gone, or is asked once more which of them, for
+# as long as a busy process may take to read what is there.
+LOG_ANSWERS_S, LOG_IS_READ_S = 0.3, 10.0
 QUEUED_NOTICE_S = 5.0
 
 
@@ -75,9 +76,12 @@ class _Reading:
         came = await subscription.take(self._wait_s())
         if came:
             return self._heard(came)
-        if self._end_is_stored:
-            return self._from_row()
-        return await self._look()
+        if not self._end_is_stored:
+            return await self._look()
+        is_patient = time.monotonic() - self._heard_at < LOG_IS_READ_S
+        if is_patient and await event_reader().holds_more(subscription):
+            return [_TICK]
+        return self._from_row()
 
     def _wait_s(self) -> float:
         if self._end_is_stored:

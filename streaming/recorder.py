@@ -20,6 +20,7 @@ JOIN_S = 0.020
 LOG_BYTES_PER_CHARACTER = 16
 LOG_BYTES_LEAST = 1_000_000
 
+_NEVER = float("-inf")
 _READ = TEXT_FIELDS | {"role", "tool_calls"}
 
 Listener = Callable[[str, int, dict[str, Any]], None]
@@ -46,7 +47,7 @@ class Recorder:
         self._loop = asyncio.get_running_loop()
         self._attempt = 0
         self._pending: dict[int, _Pending] = {}
-        self._said_at = float("-inf")
+        self._said_at = _NEVER
         self._timer: asyncio.Handle | None = None
 
     def event(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ class Recorder:
         self._append(kind, data)
 
     def delta(self, delta: ChatDelta) -> None:
-        """Takes one delta: logged with what came in the same packets if none was for 20 ms, else joined until then."""
+        """Takes one delta. The first is logged at once; others with what was read together, at most every 20 ms."""
         said, logprobs = _said(delta)
         pending = self._pending.get(delta.index)
         if pending is not None and (both := joined(pending.delta, said)) is not None:
@@ -67,8 +68,8 @@ class Recorder:
             self._pending[delta.index] = _Pending(said, logprobs)
         self._taken += len(delta.text) if delta.is_plain else _characters(said)
         due = self._said_at + JOIN_S
-        # Nothing may follow what fills the room: it is not waited for.
-        if self._taken >= self._room:
+        # Somebody waits for the first one; and nothing may follow what fills the room.
+        if self._said_at == _NEVER or self._taken >= self._room:
             self.flush()
         elif self._timer is None:
             is_due = self._loop.time() >= due

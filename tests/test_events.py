@@ -272,25 +272,24 @@ def recorded(*steps, room=1_000_000):
 
 
 def test_deltas_of_one_read_go_at_once_and_together():
-    said, _ = recorded(plain("a"), plain("b"), 0.0, plain("c"))
-    assert said == [(0, {"content": "ab"}), (2, {"content": "c"})]
+    said, _ = recorded(plain("a"), 0.05, plain("b"), plain("c"), 0.0, plain("d"))
+    assert said == [(0, {"content": "a"}), (1, {"content": "bc"}), (3, {"content": "d"})]
 
 
 def test_the_first_delta_goes_at_once_and_its_neighbours_are_joined():
-    said, recorder = recorded(plain("a"), 0.0, plain("b"), 0.0, *map(plain, "cdef"))
+    said, recorder = recorded(*map(plain, "abcdef"))
     assert said == [(0, {"content": "a"}), (1, {"content": "bcdef"})]
     assert recorder.answer.choices()[0]["message"]["content"] == "abcdef"
 
 
 def test_deltas_are_not_held_longer_than_20_ms():
-    said, _ = recorded(plain("a"), 0.0, plain("b"), 0.05, plain("c"), 0.05, plain("d"))
+    said, _ = recorded(plain("a"), plain("b"), 0.05, plain("c"), 0.05, plain("d"))
     assert [delta["content"] for _, delta in said] == ["a", "b", "c", "d"]
 
 
 def test_what_cannot_be_joined_keeps_its_order():
     said, recorder = recorded(
         plain("a"),
-        0.0,
         plain("b"),
         raw({"reasoning_content": "r"}),
         raw({"reasoning_content": "s"}),
@@ -313,7 +312,7 @@ def test_what_cannot_be_joined_keeps_its_order():
 
 def test_choices_are_joined_each_for_itself():
     said, recorder = recorded(plain("a"), plain("x", 1), plain("b"), plain("y", 1), plain("c"))
-    assert said == [(0, {"content": "abc"}), (0, {"content": "xy"})]
+    assert said == [(0, {"content": "a"}), (0, {"content": "xy"}), (1, {"content": "bc"})]
     assert [choice["message"]["content"] for choice in recorder.answer.choices()] == ["abc", "xy"]
 
 
@@ -323,12 +322,12 @@ def test_log_probabilities_are_joined_too():
         raw({"content": "b"}, logprobs={"content": [2]}),
         raw({"content": "c"}, logprobs={"content": [3]}),
     )
-    assert len(said) == 1
+    assert len(said) == 2
     assert recorder.answer.choices()[0]["logprobs"] == {"content": [1, 2, 3]}
 
 
 def test_an_answer_stops_at_its_bound():
-    said, recorder = recorded(plain("abc"), 0.0, plain("defgh"), 0.03, plain("never"), room=5)
+    said, recorder = recorded(plain("abc"), plain("defgh"), 0.03, plain("never"), room=5)
     assert [delta["content"] for _, delta in said] == ["abc", "de"]
     assert recorder.is_full
 

@@ -104,6 +104,36 @@ def test_a_log_whose_end_never_came(tenant):
     assert said(came)[2:] == REST[1:]
 
 
+class TestASlowRead:
+    """The turn has ended, its log is whole, and this process is too busy to have read it yet."""
+
+    @pytest.fixture
+    def places(self, tenant, monkeypatch):
+        """Where in the log stands what a reader is told, who waits for no read at all."""
+        monkeypatch.setattr(follow, "LOG_ANSWERS_S", 0.0)
+        row, claim = make_turn(tenant)
+
+        async def scenario():
+            log = EventWriter().open(row.tenant_id, row.public_id)
+            for text in ("one ", "two ", "three"):
+                log.append(events.DELTA, 1, {"choice": 0, "offset": 0, "delta": {"content": text}})
+            await in_database(end, claim)
+            assert await log.close(1, {"state": "completed"}, 5.0)
+            return [event.seq for event in await followed(await in_database(fresh, row))]
+
+        return lambda: asyncio.run(scenario())
+
+    def test_its_events_are_the_logs_own(self, places):
+        assert places() == [1, 2, 3, events.END_SEQ]
+
+    def test_twin_without_asking_the_log_they_come_from_the_row(self, places, monkeypatch):
+        async def holds_nothing(*_):
+            return False
+
+        monkeypatch.setattr(event_reader.EventReader, "holds_more", holds_nothing)
+        assert places() == [0] * (len(REST) - 1) + [events.END_SEQ]
+
+
 def test_a_turn_that_stands_queued_while_workers_are_there(tenant, monkeypatch):
     monkeypatch.setattr(lost_turns, "_answers", [(float("inf"), True)])
     monkeypatch.setattr(follow, "QUEUED_NOTICE_S", 0.3)
