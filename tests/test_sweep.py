@@ -184,6 +184,17 @@ class TestScanning:
         assert stage.carry_out(run).status == RunStatus.COMPLETED
 
 
+def out_as_another_opened_the_circuit(stage, *b_texts):
+    """The run, its repository `b` with these texts, and b's task: out as another one's timeout opened the circuit."""
+    a, b = stage.repository("a", "alpha"), stage.repository("b", *b_texts)
+    run = stage.start(a, b)
+    stage.scan(run)
+    of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
+    circuit.open_for(of_a, TimedOut())
+    task_queue.fail(of_a, TimedOut.code, "")
+    return run, b, of_b
+
+
 class TestEmbedding:
     def test_at_most_two_unsettled_tasks(self, stage):
         run = stage.start(stage.repository("a", *texts("alpha", 20)))
@@ -215,12 +226,7 @@ class TestEmbedding:
         assert outcome_of(run, a).pending == 12
 
     def test_in_flight_work_that_stores_everything_succeeds_although_the_circuit_is_open(self, stage):
-        a, b = stage.repository("a", "alpha"), stage.repository("b", "beta")
-        run = stage.start(a, b)
-        stage.scan(run)
-        of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
-        circuit.open_for(of_a, TimedOut())
-        task_queue.fail(of_a, TimedOut.code, "")
+        run, b, of_b = out_as_another_opened_the_circuit(stage, "beta")
         task_queue.settle(of_b)
         task_queue.mark_stored(of_b)
         row = KnowledgeRow.objects.get(repository=b)
@@ -231,24 +237,14 @@ class TestEmbedding:
         assert TenantRun.objects.get(pk=run.pk).status == RunStatus.DEGRADED
 
     def test_in_flight_work_with_more_to_do_gets_the_circuits_code_when_it_ends(self, stage):
-        a, b = stage.repository("a", "alpha"), stage.repository("b", *texts("beta", 9))
-        run = stage.start(a, b)
-        stage.scan(run)
-        of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
-        circuit.open_for(of_a, TimedOut())
-        task_queue.fail(of_a, TimedOut.code, "")
+        run, b, of_b = out_as_another_opened_the_circuit(stage, *texts("beta", 9))
         assert outcome_of(run, b).status == S.EMBEDDING
         task_queue.remove_held(of_b, "X")
         sweep.after_task(of_b)
         assert codes_of(outcome_of(run, b)) == (S.DEFERRED, codes.CIRCUIT_OPEN, "")
 
     def test_work_that_fails_while_its_outcome_is_looked_at_fails_under_its_own_name(self, stage, monkeypatch):
-        a, b = stage.repository("a", "alpha"), stage.repository("b", *texts("beta", 9))
-        run = stage.start(a, b)
-        stage.scan(run)
-        of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
-        circuit.open_for(of_a, TimedOut())
-        task_queue.fail(of_a, TimedOut.code, "")
+        run, b, of_b = out_as_another_opened_the_circuit(stage, *texts("beta", 9))
         refill = batches.refill
 
         def refill_as_the_reply_fails(outcome):
