@@ -14,6 +14,8 @@ from embeddings import valkey
 
 logger = logging.getLogger(__name__)
 
+# Where no worker listens for hours, what is rung meanwhile is not all heard by the first that comes.
+EXPIRES_S = 3600
 _SAY_AGAIN_AFTER_S = 60.0
 _said_at: list[float] = []
 
@@ -22,12 +24,15 @@ SCAN = "embeddings.scan_run"
 ADVANCE = "embeddings.advance_run"
 
 
-def ring(task_name: str, *arguments: Any, after_ms: int = 0) -> None:
+def ring(task_name: str, *arguments: Any, after_ms: int = 0, expires_s: int | None = EXPIRES_S) -> None:
     """Sends the task's message once the current transaction has committed, to be heard `after_ms` later.
 
     Never raises, never waits long.
     """
-    transaction.on_commit(lambda: _send(task_name, arguments, after_ms / 1000))
+    when: dict[str, Any] = {"countdown": after_ms / 1000} if after_ms else {}
+    if expires_s is not None:
+        when["expires"] = expires_s
+    transaction.on_commit(lambda: _send(task_name, arguments, when))
 
 
 def nobody_listens() -> bool:
@@ -39,11 +44,10 @@ def nobody_listens() -> bool:
         return True
 
 
-def _send(task_name: str, arguments: tuple[Any, ...], countdown_s: float) -> None:
+def _send(task_name: str, arguments: tuple[Any, ...], when: dict[str, Any]) -> None:
     try:
         valkey.ensure_server()
-        when = {"countdown": countdown_s} if countdown_s else {}
-        current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, expires=3600, **when)
+        current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, **when)
     except (OperationalError, *valkey.UNREACHABLE) as error:
         _say_unrung(error)
 

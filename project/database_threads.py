@@ -1,31 +1,84 @@
 """ORM calls of processes that wait for much: a few threads with connections of their own, whoever waits (leaf).
 
 The web's loop follows hundreds of logs, and a worker's threads follow hundreds of providers. None of them holds a
-connection: their short calls take turns in these threads.
+connection: their short calls take turns in these threads, those of the request that began first before the others'
+(docs/decisions/0012-a-start-is-finished-before-the-next-begins.md).
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
-from django.db import close_old_connections, connections
+from django.db import close_old_connections, connection, connections
+
+from project.event_loop import PerLoop
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS = 4
+# SQLite has one writer, and whoever waits for it sleeps for longer and longer: of each process one thread does.
+THREADS = 1 if connection.vendor == "sqlite" else 4
 WAITING_THREADS = 64
 _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="database")
 _waiting_pool = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")
 
 
+class _OldestFirst:
+    """Room for so many calls of a loop at once; whose request began first is the next to have it."""
+
+    def __init__(self) -> None:
+        self._room = THREADS
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    async def __aenter__(self) -> None:
+        began = _begun()
+        if self._room:
+            self._room -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (began, next(_numbers), place))
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():
+                self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._waiting:
+            *_, place = heapq.heappop(self._waiting)
+            if not place.done():
+                place.set_result(None)
+                return
+        self._room += 1
+
+
+_numbers = itertools.count(1)
+_oldest_first = PerLoop(_OldestFirst)
+_began: ContextVar[int] = ContextVar("began")
+
+
+def _begun() -> int:
+    """When the current task first asked for the database, as a number that only grows."""
+    if (began := _began.get(None)) is None:
+        _began.set(began := next(_numbers))
+    return began
+
+
 async def in_database(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The call's result, from a thread with a database connection. Short calls only: there are `THREADS` of them."""
-    return await asyncio.get_running_loop().run_in_executor(_pool, lambda: _with_connection(call, *args, **kwargs))
+    async with _oldest_first():
+        return await asyncio.get_running_loop().run_in_executor(_pool, lambda: _with_connection(call, *args, **kwargs))
 
 
 def in_database_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -108,6 +108,8 @@ if EMBEDDED_VALKEY:
 CELERY_BROKER_URL = embedded.broker_url(VAR_DIR, os.environ) if EMBEDDED_VALKEY else REDIS_URL
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_DEFAULT_QUEUE = "sweeps"
+# A turn's bell is gone from its queue as it is handed over (decision 12).
+CELERY_TASK_QUEUES = {"sweeps": {}, "embeddings": {}, "chat": {"no_ack": True}}
 CELERY_TASK_ROUTES = {
     "embeddings.drain_provider": {"queue": "embeddings"},
     "embeddings.*": {"queue": "sweeps"},

@@ -21,7 +21,7 @@ from project.event_loop import PerLoop
 from streaming import events
 from streaming.events import Event
 from streaming.gathering import Gathering
-from streaming.valkey import UNREACHABLE, connect_async
+from streaming.valkey import UNREACHABLE, Wire, connect_async
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class EventReader:
         self._subscriptions: set[Subscription] = set()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._client: redis.asyncio.Redis | None = None
+        self._wire: Wire | None = None
         self._bell: redis.asyncio.Redis | None = None
         # A stream of this reader's own among those it reads: an entry in it ends a read that waits for others.
         self._bell_key = f"sluicegate:bell:{secrets.token_hex(8)}"
@@ -158,8 +158,8 @@ class EventReader:
             self._changed.clear()
             await self._changed.wait()
             return
-        if self._client is None:
-            self._client, self._bell = await connect_async(), await connect_async()
+        if self._wire is None:
+            self._wire, self._bell = await Wire.open(), await connect_async()
             self._is_away = False
         by_key: dict[str, list[Subscription]] = {}
         for subscription in open_ones:
@@ -168,15 +168,18 @@ class EventReader:
         await GATHERING.pause(len(by_key))
 
     async def _entries(self, by_key: dict[str, list[Subscription]]) -> Any:
-        assert self._client is not None  # noqa: S101 - connected by the caller
+        assert self._wire is not None  # noqa: S101 - connected by the caller
         after = [f"{min(subscription.after for subscription in each)}-0" for each in by_key.values()]
         self._changed.clear()
         self._is_blocked = True
         try:
-            places: dict[Any, Any] = {self._bell_key: self._bell_after, **dict(zip(by_key, after, strict=True))}
-            return await self._client.xread(places, SHARE, BLOCK_MS)
+            streams = (self._bell_key, *by_key, self._bell_after, *after)
+            (found,) = await self._wire.send([("XREAD", "COUNT", SHARE, "BLOCK", BLOCK_MS, "STREAMS", *streams)])
         finally:
             self._is_blocked = False
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _deliver(self, found: Any, by_key: dict[str, list[Subscription]]) -> None:
         for key, entries in found or ():
@@ -184,8 +187,8 @@ class EventReader:
             if name == self._bell_key:
                 self._bell_after = entries[-1][0].decode()
                 continue
-            for entry in entries:
-                self._deliver_one(by_key[name], events.decode(entry))
+            for entry_id, (_, payload) in entries:
+                self._deliver_one(by_key[name], events.decode(entry_id, payload))
 
     def _deliver_one(self, readers: list[Subscription], event: Event) -> None:
         for subscription in readers:
@@ -201,11 +204,13 @@ class EventReader:
                     await self._bell.expire(self._bell_key, BELL_TTL_S)
 
     async def _disconnect(self) -> None:
-        clients, self._client, self._bell = (self._client, self._bell), None, None
-        for client in clients:
-            if client is not None:
-                with contextlib.suppress(*UNREACHABLE):
-                    await client.aclose()
+        wire, bell, self._wire, self._bell = self._wire, self._bell, None, None
+        with contextlib.suppress(*UNREACHABLE):
+            if wire is not None:
+                await wire.close()
+        with contextlib.suppress(*UNREACHABLE):
+            if bell is not None:
+                await bell.aclose()
 
 
 event_reader = PerLoop(EventReader)

@@ -196,7 +196,7 @@ class EventWriter:
         (last,) = await self._send([("XREVRANGE", log.key, "+", "-", "COUNT", 1)])
         if isinstance(last, Exception):
             raise last
-        return events.seq_of(last[0]) if last else 0
+        return events.seq_of(last[0][0]) if last else 0
 
     async def _disconnect(self) -> None:
         wire, self._wire = self._wire, None

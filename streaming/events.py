@@ -49,14 +49,14 @@ def encode(kind: str, attempt: int, data: dict[str, Any]) -> bytes:
     return to_json({"type": kind, "attempt": attempt, **data}).encode()
 
 
-def decode(entry: Any) -> Event:
-    """The event of an entry as the client gives it: its id and its fields."""
-    data = json.loads(entry[1][b"e"])
-    return Event(seq_of(entry), data.pop("type"), data.pop("attempt"), data)
+def decode(entry_id: bytes, payload: bytes) -> Event:
+    """The event of an entry: its id, and what `encode` made."""
+    data = json.loads(payload)
+    return Event(seq_of(entry_id), data.pop("type"), data.pop("attempt"), data)
 
 
-def seq_of(entry: Any) -> int:
-    return int(entry[0].partition(b"-")[0])
+def seq_of(entry_id: bytes) -> int:
+    return int(entry_id.partition(b"-")[0])
 
 
 def storable(value: Any) -> Any:

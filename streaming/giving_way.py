@@ -1,39 +1,29 @@
-"""First texts first: while a turn of this process waits for its own, answers that flood pause after each share.
+"""Starts first: for a moment after each start of this process, answers that flood pause after each share.
 
-A start is some twenty rounds of the loop and a few statements in other threads. Between them a flood would take the
-processor each time for as long as its packets last; it loses nothing by a pause that is shorter than the joining of
-its deltas.
+A start is some twenty rounds of the loop and a few statements, in threads that a full loop keeps from the processor. The
+flood loses nothing by a pause no longer than the joining of its deltas. Starts come in bursts, hence the moment; it is
+bounded, so that a model that thinks for seconds holds nobody up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
+import time
 
 # Deltas of one answer between two looks at the others.
-SHARE = 4
-PAUSE_S = 0.005
+SHARE = 8
+PAUSE_S = 0.020
+MOMENT_S = 0.100
 
-# Filled and emptied in threads and on the loop: single operations of a set, which need no lock.
-_starting: set[str] = set()
-
-
-@contextlib.contextmanager
-def starting(turn: str) -> Iterator[None]:
-    """The turn waits for its first text, until `has_text` or the end of the block."""
-    _starting.add(turn)
-    try:
-        yield
-    finally:
-        _starting.discard(turn)
+_started_at = [float("-inf")]
 
 
-def has_text(turn: str) -> None:
-    """The turn's first text is there. Once is enough, more often does no harm."""
-    _starting.discard(turn)
+def note_start() -> None:
+    """A turn is to start: in any thread."""
+    _started_at[0] = time.monotonic()
 
 
 async def after_share() -> None:
-    """Lets the others have their turn; for longer while there are any that wait for their first text."""
-    await asyncio.sleep(PAUSE_S if _starting else 0)
+    """Lets the others have their turn; for longer in the moment after a start."""
+    is_starting = time.monotonic() - _started_at[0] < MOMENT_S
+    await asyncio.sleep(PAUSE_S if is_starting else 0)

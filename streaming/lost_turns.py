@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import datetime, timedelta
+from typing import cast
 
 import redis
 from django.conf import settings
@@ -30,6 +31,9 @@ from streaming.turn import Ending, Result, end_data
 from streaming.valkey import UNREACHABLE, connect
 
 logger = logging.getLogger(__name__)
+
+# Entries as the client gives them: the id of each, and its fields.
+_Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 WORKER_LOST = Ending(TurnState.INTERRUPTED, codes.WORKER_LOST, "worker_lost", detail="The worker that ran it is gone.")
 NO_WORKER = Ending(
@@ -113,8 +117,8 @@ def _end_with_log(turn: ChatTurn, client: redis.Redis) -> bool:
 def _fence_and_read(client: redis.Redis, turn: ChatTurn) -> list[Event]:
     key = events.log_key(turn.tenant_id, turn.public_id)
     _add(client, key, events.FENCE_SEQ, events.encode(events.FENCE, 0, {}))
-    entries = client.xrange(key, max=f"({events.FENCE_SEQ}-0")
-    return [events.decode(entry) for entry in entries or ()]
+    entries = cast(_Entries, client.xrange(key, max=f"({events.FENCE_SEQ}-0"))
+    return [events.decode(entry_id, fields[b"e"]) for entry_id, fields in entries]
 
 
 def _append_end(client: redis.Redis, turn: ChatTurn, ending: Ending, attempt: int) -> None:
@@ -128,8 +132,8 @@ def _add(client: redis.Redis, key: str, seq: int, payload: bytes) -> None:
         client.xadd(key, {"e": payload}, id=f"{seq}-0")
     except ResponseError:
         # It is there already, or the end is: somebody else was here first, and died or finished.
-        last = client.xrevrange(key, count=1)
-        if not last or events.seq_of(last[0]) < seq:
+        last = cast(_Entries, client.xrevrange(key, count=1))
+        if not last or events.seq_of(last[0][0]) < seq:
             raise
 
 

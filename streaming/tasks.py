@@ -19,31 +19,32 @@ from streaming.states import TURN_ENDED, TurnState
 
 logger = logging.getLogger(__name__)
 
+_BELL = "streaming.bells:Bell"
 _PURGED_AT_ONCE = 500
 
 
-@shared_task(name=turn.RUN_TURN)
+@shared_task(name=turn.RUN_TURN, Request=_BELL)
 def run_turn(public_id: str) -> None:
     """Runs a queued turn to its end."""
     # A turn that is not claimed stays queued: another worker gets it, when it is rung again.
     if shutdown.requested.is_set():
         return
-    with giving_way.starting(public_id):
-        claimed = in_database_thread(_claim, public_id)
-        if claimed is not None:
-            turn_run.run(*claimed)
+    giving_way.note_start()
+    claimed = in_database_thread(_claim, public_id)
+    if claimed is not None:
+        turn_run.run(*claimed)
 
 
 def _claim(public_id: str) -> tuple[ChatTurn, turn.Claim] | None:
     try:
-        found = ChatTurn.objects.select_related("provider", "tenant").get(public_id=public_id)
+        found = ChatTurn.objects.select_related("provider").get(public_id=public_id)
     except ChatTurn.DoesNotExist:
         return None
     claim = turn.claim(found)
     return None if claim is None else (found, claim)
 
 
-@shared_task(name="streaming.tick")
+@shared_task(name="streaming.tick", Request=_BELL)
 def tick() -> None:
     """Ends turns whose worker is gone, and rings again for those that stand queued."""
     for found in lost_turns.unfinished_worth_a_look():
@@ -53,7 +54,7 @@ def tick() -> None:
             lost_turns.end_lost(found)
 
 
-@shared_task(name="streaming.purge")
+@shared_task(name="streaming.purge", Request=_BELL)
 def purge() -> None:
     """Deletes turns that ended longer ago than RETENTION_DAYS, some at a time, and conversations left without any."""
     before = timezone.now() - timedelta(days=settings.RETENTION_DAYS)

@@ -78,7 +78,7 @@ def take(new: NewTurn) -> ChatTurn:
     """Stores the turn as queued and rings a worker. Raises TooManyTurns."""
     with transaction.atomic():
         turn = _insert(new, state=TurnState.QUEUED)
-        ring(RUN_TURN, str(turn.public_id))
+        _ring(turn)
     return turn
 
 
@@ -155,7 +155,7 @@ def ring_again(turn: ChatTurn) -> bool:
     with transaction.atomic():
         won = ChatTurn.objects.filter(stale, pk=turn.pk, state=TurnState.QUEUED).update(rung_at=timezone.now())
         if won:
-            ring(RUN_TURN, str(turn.public_id))
+            _ring(turn)
     return bool(won)
 
 
@@ -187,6 +187,11 @@ def end_data(ending: Ending) -> dict[str, Any]:
         "status": ending.status,
         "retry_after_ms": ending.retry_after_ms,
     }
+
+
+def _ring(turn: ChatTurn) -> None:
+    # An old bell finds its turn ended, at no more than Celery's look at its date would cost.
+    ring(RUN_TURN, str(turn.public_id), expires_s=None)
 
 
 def _insert(new: NewTurn, **fields: Any) -> ChatTurn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -98,13 +99,15 @@ def run(turn: ChatTurn, claim: Claim, *, listener: Listener | None = None) -> En
 
 def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = None) -> Ending | None:
     """The same under a claim that the caller keeps."""
-    log = event_loop.run(_open(turn))
+    # Not waited for: the thread's next step hands the loop more to do anyway.
+    opening = event_loop.submit(_open(turn))
     outcome = _Outcome()
     try:
-        _carry_out(turn, held, log, outcome, listener)
+        _carry_out(turn, held, opening, outcome, listener)
     except Exception as error:
         # Whatever it was, the turn must not stay behind as running; the text so far is kept.
         logger.error("turn=%s failed: %s", turn.public_id, place_of(error))
+    log = opening.result()
     if held.is_lost or not in_database_thread(
         verbs.end, held.claim, outcome.ending, outcome.result(), outcome.first_content_at
     ):
@@ -116,12 +119,14 @@ def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = Non
     return outcome.ending
 
 
-def _carry_out(turn: ChatTurn, held: HeldClaim, log: TurnLog, outcome: _Outcome, listener: Listener | None) -> None:
+def _carry_out(
+    turn: ChatTurn, held: HeldClaim, opening: Future[TurnLog], outcome: _Outcome, listener: Listener | None
+) -> None:
     prepared = _prepare(turn, held)
     if isinstance(prepared, Ending):
         outcome.ending = prepared
     else:
-        event_loop.run(_Streaming(prepared, held, log, outcome).run(listener))
+        event_loop.run(_Streaming(prepared, held, outcome).run(opening, listener))
 
 
 def _prepare(turn: ChatTurn, held: HeldClaim) -> _Work | Ending:
@@ -182,14 +187,13 @@ def _facts(outcome: _Outcome) -> tuple[str, str, int]:
 class _Streaming:
     """The attempts of one turn, on the loop. What came is left in `outcome`, however it ends."""
 
-    def __init__(self, work: _Work, held: HeldClaim, log: TurnLog, outcome: _Outcome) -> None:
+    def __init__(self, work: _Work, held: HeldClaim, outcome: _Outcome) -> None:
         self._work = work
         self._held = held
-        self._log = log
         self._outcome = outcome
 
-    async def run(self, listener: Listener | None) -> None:
-        recorder = Recorder(self._log, settings.CHAT_ANSWER_CHARACTERS_MAX, listener)
+    async def run(self, opening: Future[TurnLog], listener: Listener | None) -> None:
+        recorder = Recorder(await asyncio.wrap_future(opening), settings.CHAT_ANSWER_CHARACTERS_MAX, listener)
         self._outcome.answer = recorder.answer
         if self._work.sources:
             recorder.event(events.SOURCES, 0, {"sources": self._work.sources})
@@ -242,8 +246,6 @@ class _Streaming:
                     if recorder.is_full:
                         break
                     taken += 1
-                    if taken == 1:
-                        giving_way.has_text(self._work.turn)
                     # A packet may hold hundreds.
                     if taken % giving_way.SHARE == 0:
                         await giving_way.after_share()

@@ -76,7 +76,7 @@ def test_what_no_database_takes_is_replaced():
 
 def test_half_characters_travel_through_the_log():
     payload = events.encode(events.DELTA, 1, {"choice": 0, "offset": 0, "delta": {"content": "\ud83d"}})
-    assert events.decode((b"5-0", {b"e": payload})) == Event(
+    assert events.decode(b"5-0", payload) == Event(
         5, events.DELTA, 1, {"choice": 0, "offset": 0, "delta": {"content": "\ud83d"}}
     )
 

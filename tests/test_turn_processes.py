@@ -107,6 +107,16 @@ def test_a_message_that_comes_again_runs_nothing_twice(patient):
     assert chat.turn(turn["id"]).attempts.count() == 1
 
 
+def test_nobody_keeps_an_account_of_a_turns_bell(chat):
+    """Neither as it is handed over (`no_ack` of the queue), nor as its task begins (`streaming.bells`)."""
+    with valkey.connect() as client:
+        client.config_resetstat()
+        chat.events(chat.take()["id"])
+        commands = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
+    assert {"lpush", "brpop"} <= commands
+    assert not {"zadd", "hset", "zrem", "hdel"} & commands
+
+
 def test_a_worker_that_is_stopped_ends_its_turns_within_five_seconds(patient):
     chat = patient
     chat.server.script(lambda call: sse(R, T("One"), silence_forever()))

@@ -7,6 +7,8 @@ from tests.mutations.mutation import Mutation
 CONNECTIONS = "tests/test_connections.py"
 GATHERING = f"{CONNECTIONS}::TestGathering"
 GIVING_WAY = "tests/test_giving_way.py"
+THREADS = "tests/test_database_threads.py"
+BELLS = "tests/test_turn_processes.py"
 
 CONNECTION_MUTATIONS = (
     # --- connections --------------------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ CONNECTION_MUTATIONS = (
         "a flood gives way to nobody",
         "-",
         "streaming/giving_way.py",
-        "PAUSE_S if _starting else 0",
+        "PAUSE_S if is_starting else 0",
         "0",
         (GIVING_WAY,),
     ),
@@ -87,24 +89,48 @@ CONNECTION_MUTATIONS = (
         "a flood always gives way",
         "-",
         "streaming/giving_way.py",
-        "PAUSE_S if _starting else 0",
+        "PAUSE_S if is_starting else 0",
         "PAUSE_S",
         (GIVING_WAY,),
     ),
     Mutation(
-        "others give way to a turn that has its first text",
+        "whoever asks first has the database first",
         "-",
-        "streaming/turn_run.py",
-        "                        giving_way.has_text(self._work.turn)\n",
-        "                        pass\n",
-        (GIVING_WAY,),
+        "project/database_threads.py",
+        "(began, next(_numbers), place)",
+        "(next(_numbers), began, place)",
+        (THREADS,),
     ),
     Mutation(
-        "others give way for ever to a turn that ended without a text",
+        "a place given to one that gave up is lost",
         "-",
-        "streaming/giving_way.py",
-        "    finally:\n        _starting.discard(turn)\n",
-        "    finally:\n        pass\n",
+        "project/database_threads.py",
+        "            if not place.cancelled():\n                self._leave()\n",
+        "            pass\n",
+        (THREADS,),
+    ),
+    Mutation(
+        "an account is kept of every bell",
+        "-",
+        "project/settings.py",
+        '"chat": {"no_ack": True}',
+        '"chat": {}',
+        (BELLS, "-k", "account"),
+    ),
+    Mutation(
+        "every bell is acknowledged",
+        "-",
+        "streaming/bells.py",
+        "acknowledged = True",
+        "acknowledged = False",
+        (BELLS, "-k", "account"),
+    ),
+    Mutation(
+        "nobody is told of a start",
+        "-",
+        "streaming/tasks.py",
+        "    giving_way.note_start()\n",
+        "    pass\n",
         (GIVING_WAY,),
     ),
 )
