@@ -19,7 +19,8 @@ DISCARDED_BYTES_MAX = 64 * 1024 * 1024
 
 
 class _TooLarge(Exception):
-    pass
+    def __init__(self, *, has_more: bool) -> None:
+        self.has_more = has_more
 
 
 def bounded_bodies(app: App, limit_bytes: int) -> App:
@@ -29,11 +30,15 @@ def bounded_bodies(app: App, limit_bytes: int) -> App:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         if _announced(scope) > limit_bytes:
-            return await _refuse(receive, send, limit_bytes)
+            await _discard(receive)
+            return await _refuse(send, limit_bytes)
         try:
             await app(scope, _counting(receive, limit_bytes), send)
-        except _TooLarge:
-            await _refuse(receive, send, limit_bytes)
+        except _TooLarge as too_large:
+            # Of a body that is over nothing more comes: to wait for it would be to wait for the client to give up.
+            if too_large.has_more:
+                await _discard(receive)
+            await _refuse(send, limit_bytes)
 
     return bounded
 
@@ -51,14 +56,13 @@ def _counting(receive: Receive, limit_bytes: int) -> Receive:
         message = await receive()
         received += len(message.get("body", b""))
         if received > limit_bytes:
-            raise _TooLarge
+            raise _TooLarge(has_more=message.get("more_body", False))
         return message
 
     return counted
 
 
-async def _refuse(receive: Receive, send: Send, limit_bytes: int) -> None:
-    await _discard(receive)
+async def _refuse(send: Send, limit_bytes: int) -> None:
     message = f"The request is larger than {limit_bytes} bytes."
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "request_too_large"}
     body = json.dumps({"error": error}).encode()

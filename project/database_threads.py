@@ -13,8 +13,8 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from django.db import close_old_connections, connection, connections
 
@@ -31,19 +31,23 @@ _waiting_pool = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting"
 
 
 class _OldestFirst:
-    """Room for so many calls of a loop at once; whose request began first is the next to have it."""
+    """Room for so many calls of a loop at once; of the tasks that wait, the one that first asked before is next."""
 
     def __init__(self) -> None:
         self._room = THREADS
+        self._numbers = itertools.count()
+        self._began: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
 
     async def __aenter__(self) -> None:
-        began = _begun()
+        number, task = next(self._numbers), asyncio.current_task()
+        assert task is not None  # noqa: S101 - a coroutine runs in one
+        began = self._began.setdefault(task, number)
         if self._room:
             self._room -= 1
             return
         place = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (began, next(_numbers), place))
+        heapq.heappush(self._waiting, (began, number, place))
         try:
             await place
         except asyncio.CancelledError:
@@ -63,16 +67,7 @@ class _OldestFirst:
         self._room += 1
 
 
-_numbers = itertools.count(1)
 _oldest_first = PerLoop(_OldestFirst)
-_began: ContextVar[int] = ContextVar("began")
-
-
-def _begun() -> int:
-    """When the current task first asked for the database, as a number that only grows."""
-    if (began := _began.get(None)) is None:
-        _began.set(began := next(_numbers))
-    return began
 
 
 async def in_database(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

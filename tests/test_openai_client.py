@@ -262,9 +262,11 @@ def test_a_request_that_is_too_large(chat):
     assert not ChatTurn.objects.exists()
 
 
-def test_a_request_that_is_too_large_and_does_not_say_so(chat):
+@pytest.mark.parametrize("parts", [[60_000] * 4, [100_001], [100_000, 1], [60_000, 40_001], [1_000_000]], ids=str)
+def test_a_request_that_is_too_large_and_does_not_say_so(chat, parts):
+    """Also where its end comes together with the byte that is too much: nothing more is waited for."""
     with chat.http() as client:
-        reply = client.post("/v1/chat/completions", content=iter([b"x" * 60_000] * 4))
+        reply = client.post("/v1/chat/completions", content=iter([b"x" * part for part in parts]))
     assert reply.status_code == 413
 
 

@@ -8,6 +8,7 @@ CONNECTIONS = "tests/test_connections.py"
 GATHERING = f"{CONNECTIONS}::TestGathering"
 GIVING_WAY = "tests/test_giving_way.py"
 THREADS = "tests/test_database_threads.py"
+OPENAI = "tests/test_openai_client.py"
 BELLS = "tests/test_turn_processes.py"
 
 CONNECTION_MUTATIONS = (
@@ -97,8 +98,8 @@ CONNECTION_MUTATIONS = (
         "whoever asks first has the database first",
         "-",
         "project/database_threads.py",
-        "(began, next(_numbers), place)",
-        "(next(_numbers), began, place)",
+        "(began, number, place)",
+        "(number, began, place)",
         (THREADS,),
     ),
     Mutation(
@@ -108,6 +109,14 @@ CONNECTION_MUTATIONS = (
         "            if not place.cancelled():\n                self._leave()\n",
         "            pass\n",
         (THREADS,),
+    ),
+    Mutation(
+        "more is waited for of a body that is over",
+        "-",
+        "project/bounded_bodies.py",
+        "            if too_large.has_more:\n",
+        "            if too_large:\n",
+        (OPENAI, "-k", "too_large_and"),
     ),
     Mutation(
         "an account is kept of every bell",
