@@ -10,7 +10,7 @@ from ninja.security import HttpBearer
 from embeddings.errors import SluicegateError
 from embeddings.models import Tenant
 from embeddings.registry import KeyScope, allows, authenticate
-from project.database_threads import in_database
+from project.database_threads import in_database, in_line
 
 
 class KeyRefused(SluicegateError):
@@ -32,14 +32,18 @@ class NotFound(SluicegateError):
 
 
 class TenantKey(HttpBearer):
-    """`request.auth` becomes the Tenant whose key was sent, with its providers. Raises KeyRefused, KeyLacksScope."""
+    """`request.auth` becomes the Tenant whose key was sent, with its providers. Raises KeyRefused, KeyLacksScope.
 
-    def __init__(self, scope: KeyScope) -> None:
+    `starts`: the endpoint starts a turn, and the key is looked up in line with what else does.
+    """
+
+    def __init__(self, scope: KeyScope, *, starts: bool = False) -> None:
         self.scope = scope
+        self._ask = in_line if starts else in_database
         super().__init__()
 
     async def authenticate(self, request: HttpRequest, token: str) -> Tenant:
-        key = await in_database(authenticate, token)
+        key = await self._ask(authenticate, token)
         if key is None:
             raise KeyRefused("The API key is not valid.")
         if not allows(key, self.scope):

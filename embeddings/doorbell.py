@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec
 
 from celery import current_app
 from django.db import transaction
@@ -12,11 +15,15 @@ from kombu.exceptions import OperationalError
 
 from embeddings import valkey
 
+P = ParamSpec("P")
+
 logger = logging.getLogger(__name__)
 
 # Where no worker listens for hours, what is rung meanwhile is not all heard by the first that comes.
 EXPIRES_S = 3600
 _SAY_AGAIN_AFTER_S = 60.0
+_WAIT_S = 1.0
+_ringing_thread = ThreadPoolExecutor(1, thread_name_prefix="ringing")
 _said_at: list[float] = []
 
 DRAIN = "embeddings.drain_provider"
@@ -24,15 +31,19 @@ SCAN = "embeddings.scan_run"
 ADVANCE = "embeddings.advance_run"
 
 
-def ring(task_name: str, *arguments: Any, after_ms: int = 0, expires_s: int | None = EXPIRES_S) -> None:
+def ring(task_name: str, *arguments: Any, after_ms: int = 0) -> None:
     """Sends the task's message once the current transaction has committed, to be heard `after_ms` later.
 
-    Never raises, never waits long.
+    Never raises, waits for some seconds at the most.
     """
-    when: dict[str, Any] = {"countdown": after_ms / 1000} if after_ms else {}
-    if expires_s is not None:
-        when["expires"] = expires_s
-    transaction.on_commit(lambda: _send(task_name, arguments, when))
+    when = {"countdown": after_ms / 1000} if after_ms else {}
+    transaction.on_commit(lambda: ring_now(task_name, *arguments, expires=EXPIRES_S, **when))
+
+
+async def in_ringing_thread(ring_it: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Calls it in the one thread of this process that rings for its loop. Waits for it for a second at the most."""
+    ringing = asyncio.get_running_loop().run_in_executor(_ringing_thread, lambda: ring_it(*args, **kwargs))
+    await asyncio.wait([ringing], timeout=_WAIT_S)
 
 
 def nobody_listens() -> bool:
@@ -44,7 +55,8 @@ def nobody_listens() -> bool:
         return True
 
 
-def _send(task_name: str, arguments: tuple[Any, ...], when: dict[str, Any]) -> None:
+def ring_now(task_name: str, *arguments: Any, **when: float) -> None:
+    """The same at once, whatever the current transaction; `when` as Celery takes it."""
     try:
         valkey.ensure_server()
         current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, **when)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db import DatabaseError, InterfaceError, connection
 from django.http import HttpRequest, JsonResponse
 
-from project.database_threads import in_database
+from project.database_threads import in_database, in_waiting_thread
 from streaming import valkey
 
 
@@ -16,7 +16,7 @@ async def healthz(request: HttpRequest) -> JsonResponse:
 
 async def readyz(request: HttpRequest) -> JsonResponse:
     """200 if the database and the event log answer, else 503 and which of them does not."""
-    parts = {"database": await in_database(_database_answers), "event_log": await in_database(_log_answers)}
+    parts = {"database": await in_database(_database_answers), "event_log": await in_waiting_thread(_log_answers)}
     ready = all(parts.values())
     return JsonResponse({"status": "ok" if ready else "unavailable", **parts}, status=200 if ready else 503)
 

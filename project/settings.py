@@ -125,6 +125,8 @@ CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_BROKER_TRANSPORT_OPTIONS = {
     "visibility_timeout": 7200,
     "socket_connect_timeout": 2,
+    # A server that is there and says nothing: publishing would wait for it for ever.
+    "socket_timeout": 5,
     "max_retries": 0,
     "interval_start": 0,
 }

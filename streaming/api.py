@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -12,15 +13,16 @@ from ninja import Router, Status
 from ninja.security import APIKeyQuery
 from pydantic import Field
 
+from embeddings import doorbell
 from embeddings.access import NotFound, TenantKey, caller
 from embeddings.models import Tenant
 from embeddings.registry import KeyScope
-from project.database_threads import in_database, in_waiting_thread
-from streaming import doors, replies
+from project.database_threads import in_database, in_line, in_waiting_thread
+from streaming import doors, replies, turn
 from streaming.events import END_SEQ
 from streaming.models import ChatTurn
 from streaming.offer import offers
-from streaming.refusals import UnknownModel
+from streaming.refusals import TooManyTurns, UnknownModel
 from streaming.requests import (
     ChatCompletionRequest,
     EmbeddingRequest,
@@ -36,10 +38,12 @@ chat = Router(tags=["Chat"])
 _SSE_REPLY = {"responses": {200: {"description": "Server-sent events", "content": {"text/event-stream": {}}}}}
 
 
-@openai.post("/chat/completions", auth=TenantKey(KeyScope.CHAT), summary="Chat completion")
+@openai.post("/chat/completions", auth=TenantKey(KeyScope.CHAT, starts=True), summary="Chat completion")
 async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) -> HttpResponseBase:
     """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
-    found = await in_database(doors.take_completion, caller(request), body, completion_for_provider(request))
+    found = await _taken(doors.take_completion, caller(request), body, completion_for_provider(request))
+    async with replies.cancelled_by_hang_up(found):
+        await doorbell.in_ringing_thread(turn.ring, found)
     if body.stream:
         return await replies.completion_stream(found, include_usage=body.include_usage)
     return await replies.completion(found)
@@ -96,10 +100,11 @@ class TurnToken(APIKeyQuery):
 _READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
 
 
-@chat.post("/turns", auth=TenantKey(KeyScope.CHAT), response={201: dict[str, Any]}, summary="Take a turn")
+@chat.post("/turns", auth=TenantKey(KeyScope.CHAT, starts=True), response={201: dict[str, Any]}, summary="Take a turn")
 async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
     """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
-    found = await in_database(doors.take_native, caller(request), body, turn_for_provider(request))
+    found = await _taken(doors.take_native, caller(request), body, turn_for_provider(request))
+    await doorbell.in_ringing_thread(turn.ring, found)
     return Status(201, {**await in_database(doors.rendered, found), "events_token": doors.event_token(found)})
 
 
@@ -125,8 +130,17 @@ async def turn_events(request: HttpRequest, turn_id: UUID, after: Annotated[int,
 async def cancel_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
     """Ends a queued turn, asks for a running one's end; a turn that has ended stays as it is."""
     found = await in_database(doors.find_turn, caller(request), turn_id)
-    found = await in_database(doors.cancel, found)
+    found = await in_waiting_thread(doors.cancel, found)
     return await in_database(doors.rendered, found)
+
+
+async def _taken(take: Callable[..., ChatTurn], tenant: Tenant, *args: Any) -> ChatTurn:
+    """The stored turn, not rung for yet: in line, where nobody waits for anything but the database."""
+    try:
+        return await in_line(take, tenant, *args)
+    except TooManyTurns:
+        await in_waiting_thread(doors.make_room, tenant)
+        return await in_line(take, tenant, *args)
 
 
 def _models(tenant: Tenant) -> list[dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from django.core import signing
+from django.db import transaction
 
 from embeddings.access import NotFound
 from embeddings.models import Tenant
@@ -19,44 +19,40 @@ from streaming.requests import ChatCompletionRequest, NewTurnRequest
 from streaming.states import TurnOrigin, TurnState
 from streaming.turn import Claim, NewTurn
 
-T = TypeVar("T")
-
 TOKEN_LIVES_S = 900
 _TOKEN_SALT = "streaming.turn-events"  # noqa: S105 - names what is signed
 
 
 def take_completion(tenant: Tenant, body: ChatCompletionRequest, request: dict[str, Any]) -> ChatTurn:
-    """Stores the turn of an OpenAI client. Raises UnknownModel, TooManyTurns."""
+    """Stores the turn of an OpenAI client, not rung for yet. Raises UnknownModel, TooManyTurns."""
     offer = choose(tenant, body.model)
-    return _take(NewTurn(tenant, offer, request, TurnOrigin.OPENAI))
+    return turn.take(NewTurn(tenant, offer, request, TurnOrigin.OPENAI))
 
 
 def take_native(tenant: Tenant, body: NewTurnRequest, request: dict[str, Any]) -> ChatTurn:
-    """Stores a turn of the turn API. Raises UnknownModel, UnknownConversation, TooManyTurns."""
+    """Stores a turn of the turn API, not rung for yet. Raises UnknownModel, UnknownConversation, TooManyTurns."""
     offer = choose(tenant, body.model) if body.model else default_offer(tenant, uses_knowledge=body.knowledge)
-    conversation = resolve(tenant, body.conversation, request["messages"])
-    if conversation is not None:
-        request = request | {"messages": [*messages_before(conversation), *request["messages"]]}
-    return _take(NewTurn(tenant, offer, request, TurnOrigin.NATIVE, conversation))
+    # A turn that is refused leaves no new conversation behind.
+    with transaction.atomic():
+        conversation = resolve(tenant, body.conversation, request["messages"])
+        if conversation is not None:
+            request = request | {"messages": [*messages_before(conversation), *request["messages"]]}
+        return turn.take(NewTurn(tenant, offer, request, TurnOrigin.NATIVE, conversation))
 
 
 def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
     """Stores the turn for a caller that runs it itself. Raises TooManyTurns."""
-    return _making_room(new.tenant, lambda: turn.take_claimed(new))
-
-
-def _take(new: NewTurn) -> ChatTurn:
-    return _making_room(new.tenant, lambda: turn.take(new))
-
-
-def _making_room(tenant: Tenant, take: Callable[[], T]) -> T:
-    """Turns whose worker is gone count until somebody ends them."""
     try:
-        return take()
+        return turn.take_claimed(new)
     except TooManyTurns:
-        for lost in ChatTurn.objects.filter(tenant=tenant, state=TurnState.RUNNING):
-            lost_turns.end_lost(lost)
-        return take()
+        make_room(new.tenant)
+        return turn.take_claimed(new)
+
+
+def make_room(tenant: Tenant) -> None:
+    """Ends the tenant's turns whose worker is gone: they count until somebody does. Waits for the event log."""
+    for lost in ChatTurn.objects.filter(tenant=tenant, state=TurnState.RUNNING):
+        lost_turns.end_lost(lost)
 
 
 def find_turn(tenant: Tenant, public_id: UUID) -> ChatTurn:

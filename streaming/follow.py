@@ -14,7 +14,7 @@ from typing import Any
 
 from django.db import DatabaseError
 
-from project.database_threads import in_database
+from project.database_threads import in_database, in_waiting_thread
 from streaming import events, lost_turns
 from streaming.answer import Answer
 from streaming.event_reader import Subscription, event_reader
@@ -111,8 +111,8 @@ class _Reading:
         if self._turn.has_ended:
             return True
         if self._turn.state == TurnState.QUEUED:
-            return await in_database(lost_turns.end_unclaimed, self._turn)
-        return is_lost(self._turn) and await in_database(lost_turns.end_lost, self._turn)
+            return await in_waiting_thread(lost_turns.end_unclaimed, self._turn)
+        return is_lost(self._turn) and await in_waiting_thread(lost_turns.end_lost, self._turn)
 
     def _notice(self) -> list[Event]:
         silent_s = time.monotonic() - self._heard_at

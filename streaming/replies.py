@@ -30,7 +30,7 @@ _SSE = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Acc
 
 async def completion(found: ChatTurn) -> HttpResponse:
     """The whole answer as a `chat.completion`, or the error that it ended with. A hang-up cancels the turn."""
-    async with _cancelled_by_hang_up(found), aclosing(follow(found)) as followed:
+    async with cancelled_by_hang_up(found), aclosing(follow(found)) as followed:
         async for _ in followed:
             pass
     ended = await latest(found)
@@ -44,7 +44,7 @@ async def completion_stream(found: ChatTurn, *, include_usage: bool) -> HttpResp
     """The answer as chunks. The status waits for the first thing delivered, or the error; after 10 s it is a 200."""
     stream = sse.OpenAIStream(_shape(found), include_usage=include_usage)
     followed = follow(found)
-    async with _cancelled_by_hang_up(found):
+    async with cancelled_by_hang_up(found):
         begun = await _until_delivered(followed)
     if begun and begun[-1].is_end and _is_failure(begun):
         return _error(found, begun[-1].data)
@@ -129,7 +129,7 @@ class _ChunkBody:
                 connections.close_all()
 
 
-class _cancelled_by_hang_up:
+class cancelled_by_hang_up:
     """Cancels the turn if its client goes away while the reply is still being made."""
 
     def __init__(self, found: ChatTurn) -> None:

@@ -12,7 +12,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from embeddings import shutdown
-from project.database_threads import in_database_thread
+from project.database_threads import in_line_thread
 from streaming import claims, giving_way, lost_turns, turn, turn_run
 from streaming.models import ChatTurn, Conversation
 from streaming.states import TURN_ENDED, TurnState
@@ -30,14 +30,14 @@ def run_turn(public_id: str) -> None:
     if shutdown.requested.is_set():
         return
     giving_way.note_start()
-    claimed = in_database_thread(_claim, public_id)
+    claimed = in_line_thread(_claim, public_id)
     if claimed is not None:
         turn_run.run(*claimed)
 
 
 def _claim(public_id: str) -> tuple[ChatTurn, turn.Claim] | None:
     try:
-        found = ChatTurn.objects.select_related("provider").get(public_id=public_id)
+        found = ChatTurn.objects.select_related("provider").get(public_id=public_id, state=TurnState.QUEUED)
     except ChatTurn.DoesNotExist:
         return None
     claim = turn.claim(found)

@@ -18,7 +18,7 @@ from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from embeddings.doorbell import ring
+from embeddings import doorbell
 from embeddings.durably import durably
 from embeddings.models import Tenant
 from streaming import codes
@@ -75,11 +75,15 @@ class NewTurn:
 
 
 def take(new: NewTurn) -> ChatTurn:
-    """Stores the turn as queued and rings a worker. Raises TooManyTurns."""
+    """Stores the turn as queued, for `ring` to ring for. Raises TooManyTurns."""
     with transaction.atomic():
-        turn = _insert(new, state=TurnState.QUEUED)
-        _ring(turn)
-    return turn
+        return _insert(new, state=TurnState.QUEUED)
+
+
+def ring(turn: ChatTurn) -> None:
+    """Rings a worker for a stored turn. Asks nothing of the database."""
+    # An old bell finds its turn ended, at no more than Celery's look at its date would cost.
+    doorbell.ring_now(RUN_TURN, str(turn.public_id))
 
 
 def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
@@ -155,7 +159,7 @@ def ring_again(turn: ChatTurn) -> bool:
     with transaction.atomic():
         won = ChatTurn.objects.filter(stale, pk=turn.pk, state=TurnState.QUEUED).update(rung_at=timezone.now())
         if won:
-            _ring(turn)
+            transaction.on_commit(lambda: ring(turn))
     return bool(won)
 
 
@@ -187,11 +191,6 @@ def end_data(ending: Ending) -> dict[str, Any]:
         "status": ending.status,
         "retry_after_ms": ending.retry_after_ms,
     }
-
-
-def _ring(turn: ChatTurn) -> None:
-    # An old bell finds its turn ended, at no more than Celery's look at its date would cost.
-    ring(RUN_TURN, str(turn.public_id), expires_s=None)
 
 
 def _insert(new: NewTurn, **fields: Any) -> ChatTurn:

@@ -22,7 +22,7 @@ from embeddings.errors import ProviderError, SluicegateError, TaskExpired
 from embeddings.knowledge.search import SearchHit
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 from project import event_loop
-from project.database_threads import in_database_thread
+from project.database_threads import in_line_thread
 from project.error_place import place_of
 from streaming import claims, codes, events, giving_way
 from streaming import turn as verbs
@@ -108,7 +108,7 @@ def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = Non
         # Whatever it was, the turn must not stay behind as running; the text so far is kept.
         logger.error("turn=%s failed: %s", turn.public_id, place_of(error))
     log = opening.result()
-    if held.is_lost or not in_database_thread(
+    if held.is_lost or not in_line_thread(
         verbs.end, held.claim, outcome.ending, outcome.result(), outcome.first_content_at
     ):
         event_loop.run(_abandon(log))
@@ -160,7 +160,7 @@ def _retrieve(turn: ChatTurn, held: HeldClaim, deadline: float | None) -> list[S
         # A thread that follows a provider holds no connection: there are more threads than connections.
         connections.close_all()
     sources = events.storable(sources_of(hits))
-    in_database_thread(verbs.enter, held.claim, TurnStage.STREAMING, sources=sources)
+    in_line_thread(verbs.enter, held.claim, TurnStage.STREAMING, sources=sources)
     return hits
 
 

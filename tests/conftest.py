@@ -101,8 +101,7 @@ def short_pauses(monkeypatch):
 def _no_thread_keeps_a_connection():
     """A database can be dropped only when nobody is connected to it."""
     yield
-    if database_threads.are_in_use():
-        database_threads.close_connections()
+    database_threads.close_connections()
 
 
 REPOSITORY_ROOT = pathlib.Path(__file__).resolve().parent.parent

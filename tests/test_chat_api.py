@@ -2,11 +2,15 @@
 
 import itertools
 import time
+from datetime import timedelta
+
+from django.utils import timezone
 
 from streaming import valkey
 from streaming.events import END_SEQ, log_key
+from streaming.models import ChatTurn, Conversation
 from streaming.states import TurnState
-from tests.chat_stack import in_thread, text_of
+from tests.chat_stack import LIMITS, in_thread, text_of
 from tests.factories import make_generation, make_repository, make_row, make_tenant, make_version
 from tests.provider_server import Gate, status, vector_of
 from tests.provider_server.chat_stream import (
@@ -218,6 +222,29 @@ def test_a_turns_own_token_reads_it_and_nothing_else(chat):
         assert client.get(f"/api/chat/turns/{turn['id']}", params={"token": "made up"}).status_code == 404
         assert client.post(f"/api/chat/turns/{turn['id']}/cancel", params=token).status_code == 401
     chat.wait_ended(other["id"])
+
+
+def full_of_turns(chat, **fields):
+    return ChatTurn.objects.bulk_create(
+        ChatTurn(tenant=chat.tenant, provider=chat.provider, model="scripted", request={}, **fields)
+        for _ in range(int(LIMITS["CHAT_TURNS_PER_TENANT"]))
+    )
+
+
+def test_a_refused_turn_leaves_no_conversation_behind(chat):
+    full_of_turns(chat, state=TurnState.RUNNING, lease_expires_at=timezone.now() + timedelta(minutes=5))
+    body = {"messages": [{"role": "user", "content": "?"}], "knowledge": False, "conversation": "new"}
+    with chat.http() as client:
+        assert client.post("/api/chat/turns", json=body).status_code == 429
+    assert not Conversation.objects.exists()
+    ChatTurn.objects.all().delete()
+
+
+def test_turns_whose_worker_is_gone_make_room_for_the_next(chat):
+    lost = full_of_turns(chat, state=TurnState.RUNNING, lease_expires_at=timezone.now() - timedelta(minutes=5))
+    assert text_of(chat.events(chat.take()["id"])) == "The gates hold."
+    states = ChatTurn.objects.filter(pk__in=[turn.pk for turn in lost]).values_list("state", flat=True)
+    assert set(states) == {TurnState.INTERRUPTED}
 
 
 def test_a_turn_in_a_conversation_is_asked_after_those_before_it(chat):

@@ -111,6 +111,14 @@ CONNECTION_MUTATIONS = (
         (THREADS,),
     ),
     Mutation(
+        "a broker that says nothing holds a start up",
+        "-",
+        "embeddings/doorbell.py",
+        "timeout=_WAIT_S",
+        "timeout=None",
+        (BELLS, "-k", "says_nothing"),
+    ),
+    Mutation(
         "more is waited for of a body that is over",
         "-",
         "project/bounded_bodies.py",
