@@ -71,6 +71,7 @@ class _Reading:
         self._notices = 0
         self._kinds: set[str] = set()
         self._end_is_stored = turn.has_ended
+        self._end_seen_at = self._heard_at
 
     async def take(self, subscription: Subscription) -> list[Event]:
         came = await subscription.take(self._wait_s())
@@ -78,7 +79,7 @@ class _Reading:
             return self._heard(came)
         if not self._end_is_stored:
             return await self._look()
-        is_patient = time.monotonic() - self._heard_at < LOG_IS_READ_S
+        is_patient = time.monotonic() - max(self._heard_at, self._end_seen_at) < LOG_IS_READ_S
         if is_patient and await event_reader().holds_more(subscription):
             return [_TICK]
         return self._from_row()
@@ -104,6 +105,7 @@ class _Reading:
         if await self._is_over():
             # The end is committed before it is logged: the log gets a moment to say it itself.
             self._turn, self._end_is_stored = await latest(self._turn), True
+            self._end_seen_at = time.monotonic()
             return [_TICK]
         return self._notice() or [_TICK]
 

@@ -126,6 +126,21 @@ class TestASlowRead:
     def test_its_events_are_the_logs_own(self, places):
         assert places() == [1, 2, 3, events.END_SEQ]
 
+    def test_a_long_silence_before_the_end_takes_nothing_of_its_time(self, tenant):
+        row, claim = make_turn(tenant)
+
+        class NothingRead:
+            async def take(self, _):
+                return []
+
+        async def scenario():
+            reading = follow._Reading(row, 0)
+            reading._heard_at -= follow.LOG_IS_READ_S
+            await in_database(end, claim)
+            return [await reading.take(NothingRead()) for _ in range(2)]
+
+        assert asyncio.run(scenario()) == [[follow._TICK]] * 2
+
     def test_twin_without_asking_the_log_they_come_from_the_row(self, places, monkeypatch):
         async def holds_nothing(*_):
             return False
