@@ -25,8 +25,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 4
-# SQLite has one writer, and whoever waits for it sleeps for longer and longer: of each process one thread does.
-LINE_THREADS = 1 if connection.vendor == "sqlite" else THREADS
+# SQLite has one writer, and whoever waits for it sleeps for longer and longer: of each process one thread does. Elsewhere one
+# works while the other waits for the server; more would only take the interpreter from the starts before theirs.
+LINE_THREADS = 1 if connection.vendor == "sqlite" else 2
 WAITING_THREADS = 64
 _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="database")
 _line_pool = ThreadPoolExecutor(LINE_THREADS, thread_name_prefix="line")

@@ -96,7 +96,7 @@ def test_a_full_line_holds_up_nothing_but_itself():
 
 @pytest.mark.both_databases
 def test_sqlite_which_has_one_writer_has_a_line_of_one():
-    assert (1 if connection.vendor == "sqlite" else database_threads.THREADS) == database_threads.LINE_THREADS
+    assert (1 if connection.vendor == "sqlite" else 2) == database_threads.LINE_THREADS
 
 
 def test_one_that_gives_up_waiting_leaves_its_place_to_the_next():
