@@ -52,7 +52,7 @@ def in_line_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 async def in_waiting_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same for a call that waits for a provider. Its thread keeps no connection when it is done."""
+    """The same for a call that waits for somebody else, too. Its thread keeps no connection when it is done."""
     return await asyncio.get_running_loop().run_in_executor(_waiting_pool, lambda: _and_close(call, *args, **kwargs))
 
 
