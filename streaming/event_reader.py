@@ -174,12 +174,9 @@ class EventReader:
         self._is_blocked = True
         try:
             streams = (self._bell_key, *by_key, self._bell_after, *after)
-            (found,) = await self._wire.send([("XREAD", "COUNT", SHARE, "BLOCK", BLOCK_MS, "STREAMS", *streams)])
+            return await self._wire.ask("XREAD", "COUNT", SHARE, "BLOCK", BLOCK_MS, "STREAMS", *streams)
         finally:
             self._is_blocked = False
-        if isinstance(found, Exception):
-            raise found
-        return found
 
     def _deliver(self, found: Any, by_key: dict[str, list[Subscription]]) -> None:
         for key, entries in found or ():

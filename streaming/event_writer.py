@@ -166,7 +166,8 @@ class EventWriter:
                     ttl = RUNNING_TTL_S if seq == 1 else settings.EVENT_LOG_TTL_SECONDS
                     commands.append(("EXPIRE", log.key, ttl))
                     written.append((log, 0))
-        replies = await self._send(commands)
+        assert self._wire is not None  # noqa: S101 - connected by the caller
+        replies = await self._wire.send(commands)
         refused = {log for (log, _), reply in zip(written, replies, strict=True) if isinstance(reply, Exception)}
         for log, seq in written:
             if seq and log not in refused:
@@ -175,10 +176,6 @@ class EventWriter:
             if await self._last_seq(log) == log.written:
                 raise ResponseError("the server refuses what should follow")
             await self._resume(log)
-
-    async def _send(self, commands: list[tuple[bytes | str | int, ...]]) -> list[Any]:
-        assert self._wire is not None  # noqa: S101 - connected by the caller
-        return await self._wire.send(commands)
 
     async def _connect(self) -> None:
         self._wire = await Wire.open()
@@ -193,9 +190,8 @@ class EventWriter:
         self.has_news(log)
 
     async def _last_seq(self, log: TurnLog) -> int:
-        (last,) = await self._send([("XREVRANGE", log.key, "+", "-", "COUNT", 1)])
-        if isinstance(last, Exception):
-            raise last
+        assert self._wire is not None  # noqa: S101 - connected by the caller
+        last = await self._wire.ask("XREVRANGE", log.key, "+", "-", "COUNT", 1)
         return events.seq_of(last[0][0]) if last else 0
 
     async def _disconnect(self) -> None:

@@ -69,6 +69,13 @@ class Wire:
                     replies.append(refused)
         return replies
 
+    async def ask(self, *command: bytes | str | int) -> Any:
+        """The reply to one command. Raises ResponseError where the server refuses it."""
+        (reply,) = await self.send([command])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
     async def close(self) -> None:
         await self._client.aclose()
 
