@@ -33,10 +33,10 @@ help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(RUN_STAMP)
-	@$(BIN)/python -m project.demo
+	@$(BIN)/python -m project.local.demo
 
 up: $(RUN_STAMP)
-	@$(BIN)/python -m project.up
+	@$(BIN)/python -m project.local.up
 
 test: $(DEV_STAMP) models browser
 	$(call step,ruff check)
@@ -54,7 +54,7 @@ test: $(DEV_STAMP) models browser
 	$(call step,pytest)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 	$(call step,pytest on PostgreSQL)
-	@$(BIN)/python -m tests.postgres $(BIN)/python -m pytest -m both_databases --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m tests.support.postgres $(BIN)/python -m pytest -m both_databases --numprocesses 2 --dist loadfile
 
 bench: $(DEV_STAMP) models
 	@$(BIN)/python -m benchmarks
@@ -67,10 +67,10 @@ format: $(DEV_STAMP)
 	@$(BIN)/ruff format .
 
 models: $(RUN_STAMP)
-	@$(BIN)/python -m project.local_models prepare
+	@$(BIN)/python -m project.local.model_server prepare
 
 browser: $(DEV_STAMP)
-	@$(BIN)/python -m tests.chromium
+	@$(BIN)/python -m tests.support.chromium
 
 clean:
 	rm -rf $(VENV) var/demo var/chromium .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

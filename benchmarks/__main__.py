@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.row import Row, as_markdown, from_json
 from benchmarks.stage import POSTGRESQL, SQLITE, open_stage
-from project.processes import CHECKOUT, end
+from project.local.processes import CHECKOUT, end
 
 # Module, the databases it is run on, and what its stage is told.
 BENCHMARKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {

@@ -26,8 +26,8 @@ from benchmarks.environments import bin_of
 from benchmarks.stage import serving, var_dir
 from embeddings import registry
 from embeddings.models import Tenant
-from project.processes import CHECKOUT, background, within
-from tests.provider_server import unused_port
+from project.local.processes import CHECKOUT, background, within
+from tests.support.provider_server import unused_port
 
 LITELLM = "litellm[proxy]==1.108.7"
 _READY_S = 120.0

@@ -16,10 +16,11 @@ from benchmarks.environments import bin_of
 from benchmarks.row import Row
 from benchmarks.runs import await_end
 from benchmarks.stage import scripted_server, var_dir, worker
-from embeddings import codes, registry, sweep
+from embeddings import codes, registry
 from embeddings.models import RepositoryOutcome
+from embeddings.runs import sweep
 from embeddings.states import OutcomeStatus, RunTrigger
-from project.processes import CHECKOUT, background, within
+from project.local.processes import CHECKOUT, background, within
 
 REPOSITORIES = 50
 _LOOP_REPOSITORIES = 4

@@ -19,12 +19,13 @@ from django.db import connection
 from benchmarks import material
 from benchmarks.row import Row
 from benchmarks.stage import scripted_server, worker
-from embeddings import interactive, sweep
 from embeddings.models import EmbeddingTask, Provider, Repository, TenantRun
+from embeddings.query import interactive
+from embeddings.runs import sweep
 from embeddings.states import RunTrigger, TaskPriority, TaskState
-from project.local_models import ModelServer
-from project.model_files import models_dir
-from project.processes import CHECKOUT, within
+from project.local.model_files import models_dir
+from project.local.model_server import ModelServer
+from project.local.processes import CHECKOUT, within
 
 BATCHES_TARGET = 2
 _BYTES = 1_600_000

@@ -18,11 +18,12 @@ from benchmarks import material
 from benchmarks.row import Row
 from benchmarks.runs import await_end
 from benchmarks.stage import ScriptedServer, scripted_server, worker
-from embeddings import registry, sweep
-from embeddings.follow import follow
+from embeddings import registry
 from embeddings.models import KnowledgeRow, RepositoryOutcome, TenantRun
+from embeddings.runs import sweep
+from embeddings.runs.follow import follow
 from embeddings.states import OutcomeStatus, RunTrigger
-from project.processes import within
+from project.local.processes import within
 
 LATENCY_S = 0.05
 TARGET = 0.93

@@ -11,7 +11,7 @@ import django
 from benchmarks.stage import ScriptedServer, var_dir
 from embeddings import registry
 from embeddings.models import Provider, Repository, Tenant
-from tests.git_repositories import GitRepository
+from tests.support.git_repositories import GitRepository
 
 
 def modules() -> Iterator[tuple[str, bytes]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from embeddings.models import TenantRun
 from embeddings.states import RUN_UNFINISHED
-from project.processes import within
+from project.local.processes import within
 
 _LONGEST_S = 120.0
 

@@ -14,11 +14,11 @@ from benchmarks import material
 from benchmarks.row import Row
 from benchmarks.runs import await_end
 from benchmarks.stage import ScriptedServer, scripted_server, worker
-from embeddings import sweep
-from embeddings.follow import follow
 from embeddings.models import Repository, TenantRun
+from embeddings.runs import sweep
+from embeddings.runs.follow import follow
 from embeddings.states import OutcomeStatus, RunTrigger
-from project.processes import CHECKOUT
+from project.local.processes import CHECKOUT
 
 SCAN_TARGET_S = 3.0
 UNCHANGED_TARGET_S = 0.5

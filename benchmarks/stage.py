@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from project.embedded import ensure_valkey
-from project.processes import CHECKOUT, background, local_environment, within
+from project.local.processes import CHECKOUT, background, local_environment, within
+from project.runtime.embedded import ensure_valkey
 
 SQLITE, POSTGRESQL = "SQLite", "PostgreSQL"
 _READY_S = 60.0
@@ -88,8 +88,8 @@ def var_dir() -> Path:
 
 @contextlib.contextmanager
 def scripted_server(*options: str) -> Iterator[ScriptedServer]:
-    """`python -m tests.provider_server OPTIONS` for the block."""
-    with serving("tests.provider_server", *options) as address:
+    """`python -m tests.support.provider_server OPTIONS` for the block."""
+    with serving("tests.support.provider_server", *options) as address:
         yield ScriptedServer(address)
 
 

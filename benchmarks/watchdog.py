@@ -10,8 +10,8 @@ import httpx2
 
 from benchmarks.chat_paths import chat_server
 from benchmarks.row import Row
-from streaming.transport import http_client
-from streaming.watchdog import with_stream_inactivity_timeout
+from streaming.upstream.transport import http_client
+from streaming.upstream.watchdog import with_stream_inactivity_timeout
 
 CHUNKS, ROUNDS = 10_000, 7
 _IDLE_MS = 120_000

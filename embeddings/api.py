@@ -10,11 +10,11 @@ from django.http import HttpRequest
 from ninja import Router, Schema, Status
 from pydantic import Field
 
-from embeddings import tenant_runs
-from embeddings.access import TenantKey, caller
-from embeddings.knowledge.search import LIMIT_MAX, QUERY_CHARACTERS_MAX, search
+from embeddings.query.search import LIMIT_MAX, QUERY_CHARACTERS_MAX, search
 from embeddings.registry import KeyScope
-from project.database_threads import in_database, in_waiting_thread
+from embeddings.registry.access import TenantKey, caller
+from embeddings.reports import tenant_runs
+from project.runtime.database_threads import in_database, in_waiting_thread
 
 router = Router()
 

@@ -6,9 +6,10 @@ import logging
 
 from celery import shared_task
 
-from embeddings import purge as purging
-from embeddings import schedule, sweep, task_queue
+from embeddings.dispatch import task_queue
 from embeddings.models import TenantRun
+from embeddings.runs import retention as purging
+from embeddings.runs import schedule, sweep
 from embeddings.states import RUN_UNFINISHED
 
 logger = logging.getLogger(__name__)

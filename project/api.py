@@ -11,7 +11,6 @@ from ninja import NinjaAPI
 from ninja.errors import AuthenticationError, HttpError, ValidationError
 from ninja.parser import Parser
 
-from embeddings.access import KeyLacksScope, KeyRefused, NotFound
 from embeddings.api import router as embeddings_router
 from embeddings.errors import (
     EmbeddingFailed,
@@ -23,12 +22,13 @@ from embeddings.errors import (
     TextRefused,
     UsageError,
 )
+from embeddings.registry.access import KeyLacksScope, KeyRefused, NotFound
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
-from project.error_place import place_of
-from streaming import strict_json
+from project.runtime.error_place import place_of
 from streaming.api import chat, openai
-from streaming.openai_shape import OpenAIError
+from streaming.http.openai_shape import OpenAIError
 from streaming.refusals import TooManyTurns, TurnRefused, UnknownConversation, UnknownModel
+from streaming.upstream import strict_json
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ django.setup(set_prefix=False)
 
 from django.urls import get_resolver  # noqa: E402 - needs the apps
 
-from project.lasting import keep_what_is_loaded  # noqa: E402
 from project.page_middleware import is_call  # noqa: E402 - needs the apps
+from project.runtime.gc_freeze import keep_what_is_loaded  # noqa: E402
 
 
 class _Handler(ASGIHandler):

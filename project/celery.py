@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import Celery, signals
 
-from project.lasting import keep_what_is_loaded
+from project.runtime.gc_freeze import keep_what_is_loaded
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
 
@@ -25,7 +25,7 @@ def _prepare_worker(sender: Any, **_: Any) -> None:
     pool = getattr(sender, "pool_cls", None)
     if f"{getattr(pool, '__module__', '')}:{getattr(pool, '__name__', '')}" != _POOL:
         raise SystemExit("Sluicegate's workers run threads over one loop a process: start the worker with -P threads.")
-    from embeddings import valkey
+    from embeddings.runtime import valkey
 
     valkey.ensure_server()
     importlib.import_module("openai")
@@ -39,6 +39,6 @@ def _keep_what_is_loaded(**_: Any) -> None:
 @signals.worker_shutting_down.connect
 def _stop_waiting(**_: Any) -> None:
     """Whoever waits for a provider gives its task back, so that a worker is down within seconds."""
-    from embeddings import shutdown
+    from embeddings.runtime import shutdown
 
     shutdown.requested.set()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from django.db import DatabaseError, InterfaceError, connection
 from django.http import HttpRequest, JsonResponse
 
-from project.database_threads import in_database, in_waiting_thread
-from streaming import valkey
+from project.runtime.database_threads import in_database, in_waiting_thread
+from streaming.log import valkey
 
 
 async def healthz(request: HttpRequest) -> JsonResponse:

@@ -9,8 +9,8 @@ from pathlib import Path
 from django.core.exceptions import ImproperlyConfigured
 from django.urls import reverse_lazy
 
-from project import embedded
 from project.env import Env
+from project.runtime import embedded
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 _env = Env(os.environ)

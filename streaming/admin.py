@@ -14,7 +14,7 @@ from unfold.forms import BaseDialogForm
 
 from embeddings.admin.filters import CodeFilter
 from embeddings.admin.parts import LABELS, FactsInline, FactsPage, bulk, column, confirmed
-from streaming import doors
+from streaming.http import turn_requests
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 
@@ -141,7 +141,7 @@ class ChatTurnAdmin(FactsPage):
     def cancel(self, request: HttpRequest, queryset: QuerySet[ChatTurn]) -> None:
         unfinished = list(queryset.filter(state__in=TURN_UNFINISHED))
         for turn in unfinished:
-            doors.cancel(turn)
+            turn_requests.cancel(turn)
         self.done(request, f"{len(unfinished)} turns cancelled; the text so far is kept.")
 
     @confirmed("Cancel", "Ends the turn; the text so far is kept.", icon="cancel", permission="operate")
@@ -150,7 +150,7 @@ class ChatTurnAdmin(FactsPage):
         if turn.has_ended:
             self.done(request, f"This turn is {turn.state} already.")
         else:
-            doors.cancel(turn)
+            turn_requests.cancel(turn)
             self.done(request, "Cancelled; the text so far is kept.")
         return self.back_to(request, turn)
 

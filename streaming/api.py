@@ -13,24 +13,25 @@ from ninja import Router, Status
 from ninja.security import APIKeyQuery
 from pydantic import Field
 
-from embeddings import doorbell
-from embeddings.access import NotFound, TenantKey, caller
 from embeddings.models import Tenant
 from embeddings.registry import KeyScope
-from project.database_threads import in_database, in_line, in_waiting_thread
-from streaming import doors, replies, turn
-from streaming.events import END_SEQ
-from streaming.models import ChatTurn
-from streaming.offer import offers
-from streaming.refusals import TooManyTurns, UnknownModel
-from streaming.requests import (
+from embeddings.registry.access import NotFound, TenantKey, caller
+from embeddings.runtime import wake_ups
+from project.runtime.database_threads import in_database, in_line, in_waiting_thread
+from streaming.http import replies, turn_requests
+from streaming.http.requests import (
     ChatCompletionRequest,
     EmbeddingRequest,
     NewTurnRequest,
     completion_for_provider,
     turn_for_provider,
 )
-from streaming.vectors import Embedded, embedded
+from streaming.http.text_vectors import Embedded, embedded
+from streaming.log.events import END_SEQ
+from streaming.models import ChatTurn
+from streaming.refusals import TooManyTurns, UnknownModel
+from streaming.turns import transitions
+from streaming.turns.model_list import offers
 
 openai = Router(tags=["OpenAI"])
 chat = Router(tags=["Chat"])
@@ -41,9 +42,9 @@ _SSE_REPLY = {"responses": {200: {"description": "Server-sent events", "content"
 @openai.post("/chat/completions", auth=TenantKey(KeyScope.CHAT, starts=True), summary="Chat completion")
 async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) -> HttpResponseBase:
     """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
-    found = await _taken(doors.take_completion, caller(request), body, completion_for_provider(request))
+    found = await _taken(turn_requests.take_completion, caller(request), body, completion_for_provider(request))
     async with replies.cancelled_by_hang_up(found):
-        await doorbell.in_ringing_thread(turn.ring, found)
+        await wake_ups.in_ringing_thread(transitions.ring, found)
     if body.stream:
         return await replies.completion_stream(found, include_usage=body.include_usage)
     return await replies.completion(found)
@@ -103,16 +104,18 @@ _READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
 @chat.post("/turns", auth=TenantKey(KeyScope.CHAT, starts=True), response={201: dict[str, Any]}, summary="Take a turn")
 async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
     """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
-    found = await _taken(doors.take_native, caller(request), body, turn_for_provider(request))
-    await doorbell.in_ringing_thread(turn.ring, found)
-    return Status(201, {**await in_database(doors.rendered, found), "events_token": doors.event_token(found)})
+    found = await _taken(turn_requests.take_native, caller(request), body, turn_for_provider(request))
+    await wake_ups.in_ringing_thread(transitions.ring, found)
+    return Status(
+        201, {**await in_database(turn_requests.rendered, found), "events_token": turn_requests.event_token(found)}
+    )
 
 
 @chat.get("/turns/{turn_id}", auth=_READS, summary="Turn")
 async def show_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
     """The turn as it stands: its text is stored when it ends."""
     found = await in_database(_readable, request, turn_id)
-    return await in_database(doors.rendered, found)
+    return await in_database(turn_requests.rendered, found)
 
 
 @chat.get("/turns/{turn_id}/events", auth=_READS, summary="Events of a turn", openapi_extra=_SSE_REPLY)
@@ -129,9 +132,9 @@ async def turn_events(request: HttpRequest, turn_id: UUID, after: Annotated[int,
 @chat.post("/turns/{turn_id}/cancel", auth=TenantKey(KeyScope.CHAT), summary="Cancel a turn")
 async def cancel_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
     """Ends a queued turn, asks for a running one's end; a turn that has ended stays as it is."""
-    found = await in_database(doors.find_turn, caller(request), turn_id)
-    found = await in_waiting_thread(doors.cancel, found)
-    return await in_database(doors.rendered, found)
+    found = await in_database(turn_requests.find_turn, caller(request), turn_id)
+    found = await in_waiting_thread(turn_requests.cancel, found)
+    return await in_database(turn_requests.rendered, found)
 
 
 async def _taken(take: Callable[..., ChatTurn], tenant: Tenant, *args: Any) -> ChatTurn:
@@ -139,7 +142,7 @@ async def _taken(take: Callable[..., ChatTurn], tenant: Tenant, *args: Any) -> C
     try:
         return await in_line(take, tenant, *args)
     except TooManyTurns:
-        await in_waiting_thread(doors.make_room, tenant)
+        await in_waiting_thread(turn_requests.make_room, tenant)
         return await in_line(take, tenant, *args)
 
 
@@ -155,8 +158,8 @@ def _models(tenant: Tenant) -> list[dict[str, Any]]:
 
 def _readable(request: Any, turn_id: UUID) -> ChatTurn:
     if isinstance(request.auth, str):
-        return doors.turn_of_token(request.auth, turn_id)
-    return doors.find_turn(request.auth, turn_id)
+        return turn_requests.turn_of_token(request.auth, turn_id)
+    return turn_requests.find_turn(request.auth, turn_id)
 
 
 def _last_event_id(request: HttpRequest) -> int:

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 from django.conf import settings
 
-from embeddings import facts
 from embeddings.doctor.findings import Check, Finding, Status, error, examine, ok, warning
 from embeddings.doctor.installation import DATABASE, GIT, SETTINGS, VAR_DIR
 from embeddings.doctor.providers import PROVIDERS, SERVERS
 from embeddings.doctor.sweeps import REPOSITORIES, RUNS, TENANTS
 from embeddings.doctor.valkey import QUEUES, VALKEY
-from embeddings.workers import START, START_BEAT
-from streaming import lost_turns
+from embeddings.reports import facts
+from embeddings.runtime.workers import START, START_BEAT
 from streaming.models import ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
+from streaming.turns import orphaned_turns
 
 
 def examination(*, asks_providers: bool) -> list[Finding]:
@@ -29,7 +29,7 @@ def examination(*, asks_providers: bool) -> list[Finding]:
 
 
 def _turns() -> Iterable[Finding]:
-    late = list(lost_turns.unfinished_worth_a_look())
+    late = list(orphaned_turns.unfinished_worth_a_look())
     queued = [turn for turn in late if turn.state == TurnState.QUEUED]
     lost = len(late) - len(queued)
     if queued:

@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from embeddings.facts import tasks_in
 from embeddings.models import Provider, RunCircuit, TenantRun
+from embeddings.reports.facts import tasks_in
 from embeddings.states import CircuitState, RunStatus, TaskPriority, TaskState
-from project.database_threads import in_database
+from project.runtime.database_threads import in_database
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 

@@ -1,4 +1,4 @@
-"""What Sluicegate keeps of chat (docs/architecture.md, Data and states): facts; `streaming.claims` has the transitions."""
+"""What Sluicegate keeps of chat (docs/architecture.md, Data and states). `streaming.turns.transitions` writes the states."""
 
 from __future__ import annotations
 

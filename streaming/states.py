@@ -4,7 +4,7 @@ from django.db.models import TextChoices
 
 
 class TurnState(TextChoices):
-    """The end states carry the values of `streaming.errors.EndState`: a turn ends as its last attempt did."""
+    """The end states carry the values of `streaming.upstream.errors.EndState`: a turn ends as its last attempt did."""
 
     QUEUED = "queued"
     RUNNING = "running"

@@ -11,47 +11,47 @@ from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
-from embeddings import shutdown
-from project.database_threads import in_line_thread
-from streaming import claims, giving_way, lost_turns, turn, turn_run
+from embeddings.runtime import shutdown
+from project.runtime.database_threads import in_line_thread
 from streaming.models import ChatTurn, Conversation
 from streaming.states import TURN_ENDED, TurnState
+from streaming.turns import claims, fairness, orphaned_turns, transitions, turn_run
 
 logger = logging.getLogger(__name__)
 
-_BELL = "streaming.bells:Bell"
+_BELL = "streaming.turns.wake_ups:Bell"
 _PURGED_AT_ONCE = 500
 
 
-@shared_task(name=turn.RUN_TURN, Request=_BELL)
+@shared_task(name=transitions.RUN_TURN, Request=_BELL)
 def run_turn(public_id: str) -> None:
     """Runs a queued turn to its end."""
     # A turn that is not claimed stays queued: another worker gets it, when it is rung again.
     if shutdown.requested.is_set():
         return
-    giving_way.note_start()
+    fairness.note_start()
     claimed = in_line_thread(_claim, public_id)
     if claimed is not None:
         turn_run.run(*claimed)
 
 
-def _claim(public_id: str) -> tuple[ChatTurn, turn.Claim] | None:
+def _claim(public_id: str) -> tuple[ChatTurn, transitions.Claim] | None:
     try:
         found = ChatTurn.objects.select_related("provider").get(public_id=public_id, state=TurnState.QUEUED)
     except ChatTurn.DoesNotExist:
         return None
-    claim = turn.claim(found)
+    claim = transitions.claim(found)
     return None if claim is None else (found, claim)
 
 
 @shared_task(name="streaming.tick", Request=_BELL)
 def tick() -> None:
     """Ends turns whose worker is gone, and rings again for those that stand queued."""
-    for found in lost_turns.unfinished_worth_a_look():
+    for found in orphaned_turns.unfinished_worth_a_look():
         if found.state == TurnState.QUEUED:
-            turn.ring_again(found)
+            transitions.ring_again(found)
         else:
-            lost_turns.end_lost(found)
+            orphaned_turns.end_lost(found)
 
 
 @shared_task(name="streaming.purge", Request=_BELL)

@@ -10,43 +10,11 @@ from django.db import connection
 from django.test import override_settings
 
 from embeddings.providers import retries
-from project import database_threads
-from tests.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
-from tests.local_server import local_server  # noqa: F401
-from tests.stage import stage  # noqa: F401
-from tests.workers import fleet  # noqa: F401
-
-# Files whose tests start processes or wait for leases, the longest first. The two halves of a run end together if none
-# of them comes last, as they would by the number of their tests.
-_LONGEST = (
-    "test_guarantees_processes",
-    "test_embedding_cases",
-    "test_kill",
-    "test_local_kinds",
-    "test_admission",
-    "test_local_chat",
-    "test_streaming_kinds_whole",
-    "test_guarantees_rows",
-    "test_commands_sweep",
-    "test_sweep",
-    "test_abandonment",
-    "test_local_models",
-    "test_turn_processes",
-    "test_demo",
-    "test_doctor",
-    "test_races",
-    "test_lasting",
-)
-
-
-def pytest_configure(config):
-    config.option.loadscopereorder = False
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    places = {name: place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+from project.runtime import database_threads
+from tests.support.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
+from tests.support.local_server import local_server  # noqa: F401
+from tests.support.stage import stage  # noqa: F401
+from tests.support.workers import fleet  # noqa: F401
 
 
 @pytest.fixture(scope="session")

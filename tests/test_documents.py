@@ -29,7 +29,7 @@ def test_every_link_of_the_readme_leads_somewhere():
 
 
 def test_every_test_that_the_architecture_names_exists():
-    named = re.findall(r"`(tests/\w+\.py)(?:::(\w+))?(?:::(\w+))?`", ARCHITECTURE)
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?(?:::(\w+))?`", ARCHITECTURE)
     assert len(named) > 20
     missing = [
         "::".join(filter(None, (path, *names)))

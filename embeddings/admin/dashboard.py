@@ -6,10 +6,10 @@ from typing import Any
 
 from django.http import HttpRequest
 
-from embeddings import facts, overview, run_facts
 from embeddings.admin.parts import link
-from embeddings.facts import moment
 from embeddings.models import Repository
+from embeddings.reports import facts, overview, run_facts
+from embeddings.reports.facts import moment
 
 Table = dict[str, Any]
 

@@ -21,7 +21,7 @@ from unfold.forms import BaseDialogForm
 from unfold.utils import display_for_label
 from unfold.widgets import UnfoldAdminTextareaWidget
 
-from embeddings.facts import moment
+from embeddings.reports.facts import moment
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,9 +10,10 @@ from django.http import HttpRequest, HttpResponseBase
 from unfold.contrib.filters.admin import BooleanRadioFilter, ChoicesRadioFilter
 from unfold.forms import BaseDialogForm
 
-from embeddings import facts, registry
+from embeddings import registry
 from embeddings.admin.parts import LABELS, FactsInline, Page, RulesForm, bulk, column, confirmed, moment_column
 from embeddings.models import EmbeddingGeneration, Provider
+from embeddings.reports import facts
 
 
 class ProviderForm(RulesForm):

@@ -10,12 +10,13 @@ from django.http import HttpRequest, HttpResponseBase
 from unfold.contrib.filters.admin import BooleanRadioFilter, RelatedDropdownFilter
 from unfold.forms import BaseDialogForm
 
-from embeddings import facts, registry
+from embeddings import registry
 from embeddings.admin.filters import LastOutcomeFilter
 from embeddings.admin.parts import LABELS, LinesField, Page, RulesForm, bulk, column, confirmed, moment_column
 from embeddings.admin.sweeping import sweep_now
 from embeddings.knowledge import store
 from embeddings.models import Repository
+from embeddings.reports import facts
 
 
 class RepositoryForm(RulesForm):

@@ -10,11 +10,13 @@ from django.http import HttpRequest, HttpResponseBase
 from unfold.contrib.filters.admin import ChoicesDropdownFilter, RelatedDropdownFilter
 from unfold.forms import BaseDialogForm
 
-from embeddings import codes, run_facts, sweep
+from embeddings import codes
 from embeddings.admin.filters import CodeFilter, OutcomeTenantFilter, RunTenantFilter
 from embeddings.admin.parts import LABELS, FactsInline, FactsPage, bulk, column, confirmed, link, moment_column
-from embeddings.facts import moment
 from embeddings.models import RepositoryOutcome, TenantRun
+from embeddings.reports import run_facts
+from embeddings.reports.facts import moment
+from embeddings.runs import sweep
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED
 
 _COUNTS = ("files", "rows", "embedded", "reused", "pending", "undeliverable", "provider_calls")

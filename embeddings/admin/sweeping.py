@@ -7,10 +7,12 @@ from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html_join
 
-from embeddings import registry, run_facts, sweep
+from embeddings import registry
 from embeddings.admin.parts import Page, link
 from embeddings.errors import UsageError
 from embeddings.models import Repository
+from embeddings.reports import run_facts
+from embeddings.runs import sweep
 from embeddings.states import RunTrigger
 
 

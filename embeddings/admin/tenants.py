@@ -13,7 +13,7 @@ from unfold.contrib.filters.admin import BooleanRadioFilter, RelatedDropdownFilt
 from unfold.forms import BaseDialogForm
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget, UnfoldAdminTextInputWidget
 
-from embeddings import facts, registry
+from embeddings import registry
 from embeddings.admin.parts import (
     LABELS,
     FactsInline,
@@ -28,6 +28,7 @@ from embeddings.admin.parts import (
 from embeddings.admin.sweeping import sweep_now
 from embeddings.errors import UsageError
 from embeddings.models import Repository, Tenant, TenantApiKey
+from embeddings.reports import facts
 
 
 class TenantForm(RulesForm):

@@ -10,11 +10,11 @@ from django.http import HttpRequest
 from unfold.contrib.filters.admin import ChoicesDropdownFilter, RelatedDropdownFilter
 from unfold.paginator import InfinitePaginator
 
-from embeddings import run_facts
 from embeddings.admin.filters import CodeFilter, RepositoryFilter, RowStateFilter
 from embeddings.admin.parts import LABELS, FactsPage, bulk, column, link, moment_column
 from embeddings.knowledge import store
 from embeddings.models import EmbeddingTask, KnowledgeRow, Repository
+from embeddings.reports import run_facts
 from embeddings.states import TaskState
 
 

@@ -11,17 +11,17 @@ from typing import Any
 from django.conf import settings
 from django.utils import timezone
 
-from embeddings import facts, run_facts
 from embeddings.doctor.findings import Check, Finding, error, ok, warning
 from embeddings.errors import ProviderConfigurationError, ProviderError, ProviderUnauthorized
 from embeddings.management.rendering import printable
 from embeddings.models import Provider, TenantRun
 from embeddings.providers import adapter_for
 from embeddings.providers.base import LIST_DEADLINE_S
+from embeddings.reports import facts, run_facts
+from embeddings.runtime.workers import START
 from embeddings.states import TaskState
 from embeddings.timeouts import ProviderTimeoutError
-from embeddings.workers import START
-from project import event_loop
+from project.runtime import event_loop
 
 # Beat rings every two seconds for work beside a free slot, and a lost lease is found after LEASE_MS.
 _IDLE_PATIENCE = timedelta(seconds=30)

@@ -8,18 +8,19 @@ from typing import Any
 
 from django.utils import timezone
 
-from embeddings import abandonment, facts, overview, run_facts, schedule
 from embeddings.doctor.findings import Check, Finding, ok, warning
 from embeddings.models import Repository, TenantRun
+from embeddings.reports import facts, overview, run_facts
+from embeddings.runs import orphaned_runs, schedule
+from embeddings.runtime.workers import START_BEAT
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED
-from embeddings.workers import START_BEAT
 
 # Beat looks every half minute; a repository that a run has is not overdue.
 OVERDUE_AFTER = timedelta(minutes=10)
 
 
 def _runs() -> Iterable[Finding]:
-    abandoned = abandonment.abandoned_runs()
+    abandoned = orphaned_runs.abandoned_runs()
     for run in abandoned:
         since = facts.moment(run.alive_until)
         detail = f"{run.status} on {run.provider}, and nobody has attended it since {since}"

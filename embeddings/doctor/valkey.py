@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from django.conf import settings
 
-from embeddings import doorbell, valkey, workers
 from embeddings.doctor.findings import Check, Finding, Status, error, ok
-from project.embedded import EmbeddedValkeyError, valkey_socket
+from embeddings.runtime import valkey, wake_ups, workers
+from project.runtime.embedded import EmbeddedValkeyError, valkey_socket
 
 # Asked twice before the answer is nobody: a busy machine may be late once.
 _ASK_S = (1.0, 2.0)
@@ -52,7 +52,7 @@ def _queues() -> Iterable[Finding]:
 
 def _takers() -> Counter[str]:
     found: Counter[str] = Counter()
-    if doorbell.nobody_listens():
+    if wake_ups.nobody_listens():
         return found
     for seconds in _ASK_S:
         found = workers.takers_by_queue(seconds)

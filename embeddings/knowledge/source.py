@@ -28,7 +28,7 @@ from embeddings.knowledge.git import (
     end,
     start,
 )
-from project.file_lock import lock_file, try_lock
+from project.runtime.file_lock import lock_file, try_lock
 
 __all__ = [
     "GitMirror",

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 
 from embeddings.management.rendering import console, printable
 from embeddings.models import TenantRun
-from embeddings.run_facts import Progress, progress
+from embeddings.reports.run_facts import Progress, progress
 
 _BETWEEN_LOOKS_S = 0.5
 _BETWEEN_LINES_S = 10.0

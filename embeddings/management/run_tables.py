@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from embeddings.facts import moment
 from embeddings.management.rendering import Table
 from embeddings.models import TenantRun
-from embeddings.run_facts import short_id
+from embeddings.reports.facts import moment
+from embeddings.reports.run_facts import short_id
 
 _COUNTS = ("files", "rows", "embedded", "reused", "pending", "deleted", "undeliverable")
 

@@ -11,7 +11,7 @@ from django.utils.module_loading import import_string
 
 from embeddings.providers.base import EmbeddingProvider
 from embeddings.states import ProviderKind
-from project import event_loop
+from project.runtime import event_loop
 
 if TYPE_CHECKING:
     from embeddings.models import Provider

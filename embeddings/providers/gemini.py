@@ -22,9 +22,7 @@ from embeddings.errors import (
     ReplyRefused,
 )
 from embeddings.providers.base import LIST_DEADLINE_S, NO_KEY, EmbeddingCall, RawReply, api_key, scrubbed
-from embeddings.providers.replies import bind, listed
-from embeddings.providers.retries import of_status, with_retries
-from embeddings.providers.transport import (
+from embeddings.providers.http import (
     HttpClient,
     of_transport,
     post_json,
@@ -33,6 +31,8 @@ from embeddings.providers.transport import (
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.replies import bind, listed
+from embeddings.providers.retries import of_status, with_retries
 from embeddings.timeouts import ProviderTimeoutError
 
 if TYPE_CHECKING:

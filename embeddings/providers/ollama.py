@@ -13,9 +13,7 @@ import numpy as np
 
 from embeddings.errors import ProviderError, ReplyRefused
 from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, api_key, bearer, scrubbed
-from embeddings.providers.replies import bind, listed
-from embeddings.providers.retries import Wordings, of_status, with_retries
-from embeddings.providers.transport import (
+from embeddings.providers.http import (
     HttpClient,
     of_transport,
     post_json,
@@ -24,6 +22,8 @@ from embeddings.providers.transport import (
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.replies import bind, listed
+from embeddings.providers.retries import Wordings, of_status, with_retries
 from embeddings.timeouts import ProviderTimeoutError
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ import openai
 
 from embeddings.errors import ProviderError, TextRefused
 from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, api_key, scrubbed
-from embeddings.providers.replies import bind, in_order, listed
-from embeddings.providers.retries import Wordings, of_status, with_retries
-from embeddings.providers.transport import (
+from embeddings.providers.http import (
     HttpClient,
     of_transport,
     retry_after_ms,
@@ -26,6 +24,8 @@ from embeddings.providers.transport import (
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.replies import bind, in_order, listed
+from embeddings.providers.retries import Wordings, of_status, with_retries
 from embeddings.timeouts import OpenAICompatibleRequestTimeout
 
 if TYPE_CHECKING:

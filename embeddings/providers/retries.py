@@ -19,7 +19,7 @@ from embeddings.errors import (
     UnexpectedStatus,
 )
 from embeddings.providers.base import EmbeddingCall, RawReply
-from embeddings.providers.transport import KEPT_CONNECTIONS
+from embeddings.providers.http import KEPT_CONNECTIONS
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 
 MODEL_LOAD_RETRIES, MODEL_LOAD_PAUSE_S = 3, 0.5

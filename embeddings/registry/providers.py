@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from django.core.exceptions import ValidationError
 from django.db import models, transaction
 
-from embeddings import doorbell
 from embeddings.errors import UsageError
 from embeddings.knowledge import store
 from embeddings.models import KnowledgeRow, Provider, Repository
 from embeddings.registry.rules import clean_provider, one_line
+from embeddings.runtime import wake_ups
 
 # With one of these the provider may take a text that it refused before.
 _WHAT_IS_TAKEN = frozenset({"kind", "base_url", "embedding_model", "batch_size", "batch_characters"})
@@ -95,7 +95,7 @@ def resume_provider(provider: Provider) -> bool:
     """Dispatch goes on where it was paused. Whether this changed anything."""
     resumed = Provider.objects.filter(pk=provider.pk, is_paused=True).update(is_paused=False)
     if resumed:
-        doorbell.ring(doorbell.DRAIN, provider.pk)
+        wake_ups.ring(wake_ups.DRAIN, provider.pk)
     return bool(resumed)
 
 

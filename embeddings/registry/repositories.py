@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from django.core.exceptions import ValidationError
 from django.utils import timezone
 
-from embeddings import sweep
 from embeddings.errors import UsageError
 from embeddings.models import Repository, Tenant
 from embeddings.registry.rules import clean_repository, one_line
+from embeddings.runs import sweep
 
 # A new value of one of these makes the next sweep see other files.
 _WHAT_IS_SWEPT = frozenset({"source", "ref", "include", "exclude", "enabled"})

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-KINDS = "tests/test_local_kinds.py"
-ADMISSION = "tests/test_admission.py"
+KINDS = "tests/guarantees/test_local_kinds.py"
+ADMISSION = "tests/embeddings/dispatch/test_admission.py"
 SLOT = f"{ADMISSION}::TestTheSlotBelongsToTheCall"
-QUEUE = "tests/test_task_queue.py"
-CASES = "tests/test_embedding_cases.py"
+QUEUE = "tests/embeddings/dispatch/test_task_queue.py"
+CASES = "tests/wires/test_embedding_cases.py"
 
 CALL_MUTATIONS = (
     # --- slots, tokens, leases ----------------------------------------------------------------------------------------
     Mutation(
         "the dispatch token is ignored",
         "G9",
-        "embeddings/task_statements.py",
+        "embeddings/dispatch/task_statements.py",
         'HELD = "WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN (1, 2)"',
         'HELD = "WHERE id = %(task)s AND state IN (1, 2)"',
         (f"{QUEUE}::TestFencing",),
@@ -23,7 +23,7 @@ CALL_MUTATIONS = (
     Mutation(
         "a lease is lost at once",
         "G9",
-        "embeddings/task_statements.py",
+        "embeddings/dispatch/task_statements.py",
         "    waits = (ahead_ms, settings.LEASE_MS, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
         "    waits = (ahead_ms, -1, -settings.LANE_BATCH_MAX_WAIT_MS)\n",
         (f"{QUEUE}::TestLosing", f"{ADMISSION}::TestTheCapIsReadAnew"),
@@ -31,7 +31,7 @@ CALL_MUTATIONS = (
     Mutation(
         "the slot goes with its caller",
         "G7",
-        "embeddings/task_queue.py",
+        "embeddings/dispatch/task_queue.py",
         "filter(state=TaskState.DISPATCHED, **where).update(\n        state=TaskState.REMOVED,",
         "filter(state=TaskState.DISPATCHED, **where).update(\n        slot=None,\n        state=TaskState.REMOVED,",
         (SLOT,),
@@ -39,7 +39,7 @@ CALL_MUTATIONS = (
     Mutation(
         "a cancelled caller's call is broken off",
         "G7",
-        "embeddings/admission.py",
+        "embeddings/dispatch/admission.py",
         "cancels_calls = False",
         "cancels_calls = True",
         (SLOT,),
@@ -47,7 +47,7 @@ CALL_MUTATIONS = (
     Mutation(
         "vectors that come after a cancel are dropped",
         "G7",
-        "embeddings/admission.py",
+        "embeddings/dispatch/admission.py",
         "keeps_late_replies = True",
         "keeps_late_replies = False",
         (SLOT,),
@@ -55,7 +55,7 @@ CALL_MUTATIONS = (
     Mutation(
         "the slot of a cancelled call that fails is kept",
         "G7",
-        "embeddings/drain.py",
+        "embeddings/dispatch/drain.py",
         "        # Where the task was cancelled meanwhile, its slot went with none of these.\n"
         "        task_queue.release_slot(call.task)\n",
         "",
@@ -64,7 +64,7 @@ CALL_MUTATIONS = (
     Mutation(
         "admission lets one more through than its cap",
         "G7",
-        "embeddings/admission.py",
+        "embeddings/dispatch/admission.py",
         "    return cap\n",
         "    return cap + 1\n",
         (f"{ADMISSION}::TestTheCapIsReadAnew", f"{ADMISSION}::TestTheCapIsAPositiveWholeNumber"),
@@ -72,7 +72,7 @@ CALL_MUTATIONS = (
     Mutation(
         "a cap that makes no sense is taken",
         "-",
-        "embeddings/admission.py",
+        "embeddings/dispatch/admission.py",
         "    if type(cap) is not int or cap < 1:\n",
         "    if cap is None:\n",
         (f"{ADMISSION}::TestTheCapIsAPositiveWholeNumber",),
@@ -80,7 +80,7 @@ CALL_MUTATIONS = (
     Mutation(
         "a drain rings nobody for a slot that stands idle",
         "-",
-        "embeddings/drain.py",
+        "embeddings/dispatch/drain.py",
         "        if task is not None and task_queue.stands_idle(self.provider.pk):\n",
         "        if False:\n",
         (f"{ADMISSION}::TestSeveralAtOnce",),
@@ -88,7 +88,7 @@ CALL_MUTATIONS = (
     Mutation(
         "a follower drains with one hand",
         "-",
-        "embeddings/follow.py",
+        "embeddings/runs/follow.py",
         ", at_most=_DRAINS_MAX)",
         ")",
         (f"{ADMISSION}::TestSeveralAtOnce",),
@@ -97,7 +97,7 @@ CALL_MUTATIONS = (
     Mutation(
         "no control text is sent before a row is condemned",
         "-",
-        "embeddings/drain.py",
+        "embeddings/dispatch/drain.py",
         "            is_texts_own = batches.has_landed(root) or self._control_lands(call, root)\n",
         "            is_texts_own = True\n",
         (CASES, "-k", "refused or error"),
@@ -105,7 +105,7 @@ CALL_MUTATIONS = (
     Mutation(
         "Retry-After is ignored",
         "-",
-        "embeddings/drain.py",
+        "embeddings/dispatch/drain.py",
         "    wished = BUSY_DEFAULT_MS if error.retry_after_ms is None else error.retry_after_ms\n",
         "    wished = 0\n",
         (f"{CASES}::TestResuming",),
@@ -116,7 +116,7 @@ CALL_MUTATIONS = (
         "embeddings/providers/replies.py",
         "    if all(index is None for index in indices):\n",
         "    if True:\n",
-        ("tests/test_replies.py", CASES, "-k", "order or indices or 20"),
+        ("tests/embeddings/providers/test_replies.py", CASES, "-k", "order or indices or 20"),
     ),
     Mutation(
         "the count of vectors is not checked",
@@ -124,7 +124,7 @@ CALL_MUTATIONS = (
         "embeddings/providers/replies.py",
         "    if len(embeddings) != expected:\n",
         "    if False:\n",
-        ("tests/test_replies.py",),
+        ("tests/embeddings/providers/test_replies.py",),
     ),
     Mutation(
         "numbers that are not finite are bound",
@@ -132,7 +132,7 @@ CALL_MUTATIONS = (
         "embeddings/providers/replies.py",
         "    if not np.isfinite(bound).all():\n",
         "    if False:\n",
-        ("tests/test_replies.py",),
+        ("tests/embeddings/providers/test_replies.py",),
     ),
     Mutation(
         "a reply of other dimensions is stored",
@@ -145,26 +145,32 @@ CALL_MUTATIONS = (
     Mutation(
         "a redirect is followed",
         "-",
-        "embeddings/providers/transport.py",
+        "embeddings/providers/http.py",
         "follow_redirects=False",
         "follow_redirects=True",
-        ("tests/test_provider_openai_compatible.py::TestWhatLeaves", "tests/test_ollama.py::TestAnswers"),
+        (
+            "tests/embeddings/providers/test_openai_compatible.py::TestWhatLeaves",
+            "tests/embeddings/providers/test_ollama.py::TestAnswers",
+        ),
     ),
     Mutation(
         "proxies of the environment are taken",
         "-",
-        "embeddings/providers/transport.py",
+        "embeddings/providers/http.py",
         "            transport=self._bounded,\n            trust_env=False,\n",
         "            trust_env=True,\n",
-        ("tests/test_provider_openai_compatible.py::TestWhatLeaves", "tests/test_ollama.py::TestWhatLeaves"),
+        (
+            "tests/embeddings/providers/test_openai_compatible.py::TestWhatLeaves",
+            "tests/embeddings/providers/test_ollama.py::TestWhatLeaves",
+        ),
     ),
     Mutation(
         "a caller's refused text is taken for a failure of the server's",
         "-",
-        "embeddings/interactive.py",
+        "embeddings/query/interactive.py",
         "    if row.error_code == TextRefused.code:\n",
         "    if not row.error_code:\n",
-        ("tests/test_openai_client.py", "-k", "clients_to_mend"),
+        ("tests/streaming/http/test_openai_client.py", "-k", "clients_to_mend"),
     ),
     Mutation(
         "a failure of the server's is taken for a caller's refused text",
@@ -172,7 +178,7 @@ CALL_MUTATIONS = (
         "embeddings/providers/retries.py",
         "        return ServerFailed(message, status=status)\n",
         "        return TextRefused(message, status=status)\n",
-        ("tests/test_openai_client.py", "-k", "clients_to_mend"),
+        ("tests/streaming/http/test_openai_client.py", "-k", "clients_to_mend"),
     ),
     Mutation(
         "the SDK retries by itself",
@@ -180,32 +186,32 @@ CALL_MUTATIONS = (
         "embeddings/providers/openai_compatible.py",
         "max_retries=0",
         "max_retries=1",
-        ("tests/test_provider_openai_compatible.py::TestAnswers",),
+        ("tests/embeddings/providers/test_openai_compatible.py::TestAnswers",),
     ),
     Mutation(
         "our own pool is taken for the provider's silence",
         "G5",
-        "embeddings/providers/transport.py",
+        "embeddings/providers/http.py",
         "    if any(isinstance(cause, httpx2.PoolTimeout) for cause in causes):\n",
         "    if False:\n",
-        ("tests/test_provider_openai_compatible.py::TestTransportErrors",),
+        ("tests/embeddings/providers/test_openai_compatible.py::TestTransportErrors",),
     ),
     Mutation(
         "our own loop is taken for the provider's silence",
         "G5",
-        "embeddings/providers/transport.py",
+        "embeddings/providers/http.py",
         "        if lag > LOOP_LAG_MAX_S:\n",
         "        if False:\n",
-        ("tests/test_provider_openai_compatible.py::TestAnswers", f"{KINDS}::TestG5WhatOpensNothing"),
+        ("tests/embeddings/providers/test_openai_compatible.py::TestAnswers", f"{KINDS}::TestG5WhatOpensNothing"),
     ),
     # --- generations --------------------------------------------------------------------------------------------------
     Mutation(
         "queued batches of a former model are dispatched",
         "-",
-        "embeddings/task_statements.py",
+        "embeddings/dispatch/task_statements.py",
         "(r.dispatch_allowed AND g.model = p.embedding_model)",
         "r.dispatch_allowed",
-        ("tests/test_model_change.py", QUEUE),
+        ("tests/embeddings/runs/test_model_change.py", QUEUE),
     ),
     Mutation(
         "another model's vectors are taken for known",
@@ -213,7 +219,7 @@ CALL_MUTATIONS = (
         "embeddings/knowledge/store.py",
         "            tenant=tenant_id,\n            generation=generation_id,\n            text_hash__in",
         "            tenant=tenant_id,\n            text_hash__in",
-        ("tests/test_model_change.py", "tests/test_store.py"),
+        ("tests/embeddings/runs/test_model_change.py", "tests/embeddings/knowledge/test_store.py"),
     ),
     Mutation(
         "another tenant's vectors are taken for known",
@@ -221,7 +227,7 @@ CALL_MUTATIONS = (
         "embeddings/knowledge/store.py",
         "            tenant=tenant_id,\n            generation=generation_id,\n            text_hash__in",
         "            generation=generation_id,\n            text_hash__in",
-        ("tests/test_store.py", CASES, "-k", "tenant"),
+        ("tests/embeddings/knowledge/test_store.py", CASES, "-k", "tenant"),
     ),
     Mutation(
         "refused rows stay refused when the provider changes",
@@ -229,7 +235,7 @@ CALL_MUTATIONS = (
         "embeddings/registry/providers.py",
         "    return _retry_undeliverable(provider) if fields & _WHAT_IS_TAKEN else 0\n",
         "    return 0\n",
-        ("tests/test_undeliverable.py",),
+        ("tests/embeddings/runs/test_undeliverable.py",),
     ),
     Mutation(
         "a mirror is purged while it is fetched into",
@@ -237,6 +243,6 @@ CALL_MUTATIONS = (
         "embeddings/knowledge/source.py",
         "        if not try_lock(descriptor):\n            return False\n",
         "",
-        ("tests/test_purge.py",),
+        ("tests/embeddings/runs/test_retention.py",),
     ),
 )

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-TURN = "tests/test_turn.py"
-EVENTS = "tests/test_events.py"
-TURN_API = "tests/test_chat_api.py"
-TENANTS = "tests/test_api_tenants.py"
-CLIENT = "tests/test_openai_client.py"
-STREAMS = "tests/test_streaming_cases.py"
+TURN = "tests/streaming/turns/test_transitions.py"
+EVENTS = "tests/streaming/log/test_events.py"
+TURN_API = "tests/streaming/http/test_chat_api.py"
+TENANTS = "tests/embeddings/registry/test_access.py"
+CLIENT = "tests/streaming/http/test_openai_client.py"
+STREAMS = "tests/wires/test_streaming_cases.py"
 
 CHAT_MUTATIONS = (
     Mutation(
         "silence never runs a budget out",
         "G10",
-        "streaming/watchdog.py",
+        "streaming/upstream/watchdog.py",
         "        elif now < self._due:\n",
         "        elif True:\n",
-        ("tests/test_watchdog.py",),
+        ("tests/streaming/upstream/test_watchdog.py",),
     ),
     Mutation(
         "a hang-up leaves the turn running",
         "G10",
-        "streaming/replies.py",
-        "                turn.request_cancel(self._turn)\n",
+        "streaming/http/replies.py",
+        "                transitions.request_cancel(self._turn)\n",
         "                pass\n",
         (CLIENT, "-k", "hang_up_closes"),
     ),
     Mutation(
         "a cancel is not seen by the worker",
         "G10",
-        "streaming/claims.py",
+        "streaming/turns/claims.py",
         "            each.cancel()\n",
         "            pass\n",
         (TURN, TURN_API, "-k", "cancel"),
@@ -39,7 +39,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a retry follows what was delivered",
         "G11",
-        "streaming/turn_run.py",
+        "streaming/turns/turn_run.py",
         "                delivered=result.delivered,\n",
         "                delivered=False,\n",
         (STREAMS, "-k", "51"),
@@ -47,7 +47,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a message that comes twice is run twice",
         "G11",
-        "streaming/turn.py",
+        "streaming/turns/transitions.py",
         "    queued = ChatTurn.objects.filter(pk=turn.pk, state=TurnState.QUEUED)\n",
         "    queued = ChatTurn.objects.filter(pk=turn.pk)\n",
         (TURN,),
@@ -55,7 +55,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "whoever has lost the claim may still end the turn",
         "G11",
-        "streaming/turn.py",
+        "streaming/turns/transitions.py",
         "pk=held.turn_id, claim_token=held.token, state=TurnState.RUNNING)",
         "pk=held.turn_id, state=TurnState.RUNNING)",
         (TURN,),
@@ -63,7 +63,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a log is read without its fence",
         "G11",
-        "streaming/lost_turns.py",
+        "streaming/turns/orphaned_turns.py",
         "    _add(client, key, events.FENCE_SEQ, events.encode(events.FENCE, 0, {}))\n",
         "",
         (EVENTS,),
@@ -71,7 +71,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "the writer goes on after a lost connection without looking",
         "G11",
-        "streaming/event_writer.py",
+        "streaming/log/writer.py",
         "        for log in list(self._logs):\n            await self._resume(log)\n",
         "",
         (EVENTS,),
@@ -79,7 +79,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "turns are counted without a lock or a bound",
         "-",
-        "streaming/turn.py",
+        "streaming/turns/transitions.py",
         " >= settings.CHAT_TURNS_PER_TENANT:\n",
         " < 0:\n",
         (TURN,),
@@ -87,7 +87,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a turn is found without its tenant",
         "G12",
-        "streaming/doors.py",
+        "streaming/http/turn_requests.py",
         ".filter(tenant=tenant, public_id=public_id)",
         ".filter(public_id=public_id)",
         (TENANTS,),
@@ -95,7 +95,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a turn's token reads every turn",
         "G12",
-        "streaming/doors.py",
+        "streaming/http/turn_requests.py",
         " if named == str(public_id) else None",
         " if named else None",
         (TURN_API, "-k", "token"),
@@ -103,7 +103,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a conversation is found without its tenant",
         "G12",
-        "streaming/conversations.py",
+        "streaming/turns/conversations.py",
         ".filter(tenant=tenant, public_id=UUID(wanted))",
         ".filter(public_id=UUID(wanted))",
         (TURN, "-k", "conversation"),
@@ -111,7 +111,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a tenant cancels all outcomes of a run",
         "G12",
-        "embeddings/tenant_runs.py",
+        "embeddings/reports/tenant_runs.py",
         ".filter(run=run, repository__tenant=tenant)",
         ".filter(run=run)",
         (TENANTS,),
@@ -119,7 +119,7 @@ CHAT_MUTATIONS = (
     Mutation(
         "a run is shown to whoever asks",
         "G12",
-        "embeddings/tenant_runs.py",
+        "embeddings/reports/tenant_runs.py",
         ".filter(pk__in=mine)",
         ".all()",
         (TENANTS,),

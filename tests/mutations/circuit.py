@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-KINDS = "tests/test_local_kinds.py"
+KINDS = "tests/guarantees/test_local_kinds.py"
 CONTRACT = f"{KINDS}::TestOneContractServesBothLocalKinds"
 CAP_TWO = f"{KINDS}::TestCapTwo"
-QUEUE = "tests/test_task_queue.py"
-GUARANTEES = "tests/test_guarantees.py"
+QUEUE = "tests/embeddings/dispatch/test_task_queue.py"
+GUARANTEES = "tests/guarantees/test_circuit_opens.py"
 NOTIFY_THEN_FREE = """    notify_provider_timeout(error, on_provider_timeout)
     return durably(lambda: task_queue.fail(task, code, str(error)))
 """
@@ -23,12 +23,17 @@ SPARE_QUEUED = "    task_queue.remove_queued(code, run=run_id)\n"
 CIRCUIT_MUTATIONS = (
     # --- the timeout contract -----------------------------------------------------------------------------------------
     Mutation(
-        "the lane drops its notification", "G1", "embeddings/lane.py", NOTIFY_THEN_FREE, FREE_ALONE, (f"{CONTRACT}",)
+        "the lane drops its notification",
+        "G1",
+        "embeddings/dispatch/lane.py",
+        NOTIFY_THEN_FREE,
+        FREE_ALONE,
+        (f"{CONTRACT}",),
     ),
     Mutation(
         "admission drops its notification",
         "G1",
-        "embeddings/admission.py",
+        "embeddings/dispatch/admission.py",
         NOTIFY_THEN_FREE,
         FREE_ALONE,
         (f"{CONTRACT}",),
@@ -36,7 +41,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "the lane notifies after the slot is free",
         "G2",
-        "embeddings/lane.py",
+        "embeddings/dispatch/lane.py",
         NOTIFY_THEN_FREE,
         FREE_THEN_NOTIFY,
         (CONTRACT,),
@@ -44,7 +49,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "admission notifies after the slot is free",
         "G2",
-        "embeddings/admission.py",
+        "embeddings/dispatch/admission.py",
         NOTIFY_THEN_FREE,
         FREE_THEN_NOTIFY,
         (CONTRACT,),
@@ -63,7 +68,7 @@ CIRCUIT_MUTATIONS = (
         "embeddings/timeouts.py",
         "type(code) is str and code in PROVIDER_TIMEOUT_CODES",
         "type(code) is str and code.startswith(tuple(PROVIDER_TIMEOUT_CODES))",
-        ("tests/test_timeouts.py",),
+        ("tests/embeddings/test_timeouts.py",),
     ),
     Mutation(
         "the predicate takes any TimeoutError",
@@ -71,12 +76,12 @@ CIRCUIT_MUTATIONS = (
         "embeddings/timeouts.py",
         "    return type(code) is str and",
         "    return isinstance(error, TimeoutError) or type(code) is str and",
-        ("tests/test_timeouts.py",),
+        ("tests/embeddings/test_timeouts.py",),
     ),
     Mutation(
         "an intermediate busy reply notifies the owner",
         "G4",
-        "embeddings/drain.py",
+        "embeddings/dispatch/drain.py",
         "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
         "            (self.controls.on_provider_timeout_for(task) or print)(error)\n"
         "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
@@ -93,25 +98,25 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "an error of the store is taken for the provider's",
         "G5",
-        "embeddings/drain.py",
+        "embeddings/dispatch/drain.py",
         "        code = error.code if isinstance(error, SluicegateError) else codes.STORE_FAILED\n"
         "        task_queue.fail(task, code, str(error))\n",
         "        self._fail(task, error)\n",
-        (f"{KINDS}::TestG5WhatOpensNothing", "tests/test_circuit_matrix.py"),
+        (f"{KINDS}::TestG5WhatOpensNothing", "tests/guarantees/test_circuit_matrix.py"),
     ),
     Mutation(
         "Gemini gets a finish",
         "-",
-        "embeddings/unqueued.py",
+        "embeddings/dispatch/unqueued.py",
         "finish = None\n",
-        "from embeddings.admission import finish\n",
-        ("tests/test_gemini.py::TestNoGate",),
+        "from embeddings.dispatch.admission import finish\n",
+        ("tests/embeddings/providers/test_gemini.py::TestNoGate",),
     ),
     # --- the circuit --------------------------------------------------------------------------------------------------
     Mutation(
         "opening forgets to remove the queued tasks",
         "G2",
-        "embeddings/outcomes.py",
+        "embeddings/runs/outcomes.py",
         SPARE_QUEUED,
         "",
         (f"{CAP_TWO}", GUARANTEES),
@@ -119,7 +124,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "opening leaves the run dispatching",
         "G2",
-        "embeddings/outcomes.py",
+        "embeddings/runs/outcomes.py",
         "    TenantRun.objects.filter(pk=run_id).update(dispatch_allowed=False)\n",
         "",
         (CAP_TWO, GUARANTEES),
@@ -127,7 +132,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "opening takes what is at the provider with it",
         "G7",
-        "embeddings/outcomes.py",
+        "embeddings/runs/outcomes.py",
         SPARE_QUEUED,
         SPARE_QUEUED + "    task_queue.cancel_dispatched(code, run=run_id)\n",
         (CAP_TWO, GUARANTEES),
@@ -135,7 +140,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "A is given the circuit's code",
         "G3",
-        "embeddings/circuit.py",
+        "embeddings/runs/circuit.py",
         "code=codes.PROVIDER_TIMED_OUT,",
         "code=codes.CIRCUIT_OPEN,",
         (CONTRACT,),
@@ -143,16 +148,16 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "a holder that lost its lease opens the circuit",
         "G2",
-        "embeddings/lane.py",
+        "embeddings/dispatch/lane.py",
         "    if not task_queue.is_held(task):\n        return False\n",
         "",
-        ("tests/test_lane.py",),
+        ("tests/embeddings/dispatch/test_lane.py",),
     ),
     # --- ways back into the queue -------------------------------------------------------------------------------------
     Mutation(
         "a busy requeue skips dispatch_allowed",
         "G2",
-        "embeddings/task_queue.py",
+        "embeddings/dispatch/task_queue.py",
         "        allowed = task.run_id is None or lock_run(task.run_id).dispatch_allowed\n",
         "        allowed = True\n",
         (CAP_TWO, QUEUE),
@@ -160,7 +165,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "a stopping worker gives back whatever the run says",
         "G2",
-        "embeddings/task_queue.py",
+        "embeddings/dispatch/task_queue.py",
         "        if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:\n",
         "        if False:\n",
         (QUEUE, GUARANTEES),
@@ -168,7 +173,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "a lost lease goes back whatever the run says",
         "G2",
-        "embeddings/task_queue.py",
+        "embeddings/dispatch/task_queue.py",
         "        allowed = run_id is None or lock_run(run_id).dispatch_allowed\n",
         "        allowed = True\n",
         (QUEUE, GUARANTEES),
@@ -176,7 +181,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "a put skips dispatch_allowed",
         "G2",
-        "embeddings/task_queue.py",
+        "embeddings/dispatch/task_queue.py",
         "    if not run.dispatch_allowed:\n        raise DispatchNotAllowed\n",
         "",
         (QUEUE, GUARANTEES),
@@ -184,7 +189,7 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "a split is put whatever the run says",
         "G2",
-        "embeddings/knowledge/batches.py",
+        "embeddings/dispatch/batches.py",
         "        if run.dispatch_allowed:\n            _put_halves",
         "        if True:\n            _put_halves",
         (CAP_TWO, GUARANTEES),

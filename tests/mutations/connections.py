@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-CONNECTIONS = "tests/test_connections.py"
+CONNECTIONS = "tests/streaming/upstream/test_connections.py"
 GATHERING = f"{CONNECTIONS}::TestGathering"
-GIVING_WAY = "tests/test_giving_way.py"
-THREADS = "tests/test_database_threads.py"
-OPENAI = "tests/test_openai_client.py"
-BELLS = "tests/test_turn_processes.py"
+GIVING_WAY = "tests/streaming/turns/test_fairness.py"
+THREADS = "tests/project/runtime/test_database_threads.py"
+OPENAI = "tests/streaming/http/test_openai_client.py"
+BELLS = "tests/streaming/turns/test_turn_processes.py"
 
 CONNECTION_MUTATIONS = (
     # --- connections --------------------------------------------------------------------------------------------------
     Mutation(
         "every packet is read by itself, however many streams there are",
         "-",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "        due = self._read_at + gather_s(len(_waited_for))\n",
         "        due = self._read_at\n",
         (GATHERING,),
@@ -24,7 +24,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "few streams have to share their reads too",
         "-",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "    return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0\n",
         "    return min(share, GATHER_MOST_S)\n",
         (GATHERING,),
@@ -32,7 +32,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a stream of thousands is read as seldom as its share says",
         "G10",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "    return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0\n",
         "    return share if share > GATHER_LEAST_S else 0.0\n",
         (GATHERING,),
@@ -40,7 +40,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a reply's first reads are gathered too",
         "-",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "self.reads >= FIRST_READS and ",
         "",
         (GATHERING,),
@@ -48,7 +48,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a flood is gathered too",
         "-",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "len(self.unread) < GATHERED_BYTES_MAX and ",
         "",
         (GATHERING,),
@@ -56,7 +56,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "what was gathered is read only once more comes",
         "G10",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "            self._alarm = self._loop.call_at(due, self._wake_reader)\n",
         "            pass\n",
         (GATHERING,),
@@ -64,7 +64,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a peer may send more than is ever read",
         "-",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "            self.transport.pause_reading()\n",
         "            pass\n",
         (CONNECTIONS, "-k", "has_to_wait"),
@@ -72,7 +72,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "an abort waits until everything was sent",
         "G10",
-        "streaming/connections.py",
+        "streaming/upstream/connections.py",
         "            self.transport.abort()\n",
         "            self.transport.close()\n",
         (CONNECTIONS, "-k", "abort"),
@@ -81,7 +81,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a flood gives way to nobody",
         "-",
-        "streaming/giving_way.py",
+        "streaming/turns/fairness.py",
         "PAUSE_S if is_starting else 0",
         "0",
         (GIVING_WAY,),
@@ -89,7 +89,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a flood always gives way",
         "-",
-        "streaming/giving_way.py",
+        "streaming/turns/fairness.py",
         "PAUSE_S if is_starting else 0",
         "PAUSE_S",
         (GIVING_WAY,),
@@ -97,7 +97,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "whoever asks first has the database first",
         "-",
-        "project/database_threads.py",
+        "project/runtime/database_threads.py",
         "(began, number, place)",
         "(number, began, place)",
         (THREADS,),
@@ -105,7 +105,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a place given to one that gave up is lost",
         "-",
-        "project/database_threads.py",
+        "project/runtime/database_threads.py",
         "            if not place.cancelled():\n                self._leave()\n",
         "            pass\n",
         (THREADS,),
@@ -113,7 +113,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "a broker that says nothing holds a start up",
         "-",
-        "embeddings/doorbell.py",
+        "embeddings/runtime/wake_ups.py",
         "timeout=_WAIT_S",
         "timeout=None",
         (BELLS, "-k", "says_nothing"),
@@ -137,7 +137,7 @@ CONNECTION_MUTATIONS = (
     Mutation(
         "every bell is acknowledged",
         "-",
-        "streaming/bells.py",
+        "streaming/turns/wake_ups.py",
         "acknowledged = True",
         "acknowledged = False",
         (BELLS, "-k", "account"),
@@ -146,7 +146,7 @@ CONNECTION_MUTATIONS = (
         "nobody is told of a start",
         "-",
         "streaming/tasks.py",
-        "    giving_way.note_start()\n",
+        "    fairness.note_start()\n",
         "    pass\n",
         (GIVING_WAY,),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-DOCTOR = "tests/test_doctor.py"
+DOCTOR = "tests/embeddings/test_doctor.py"
 
 DOCTOR_MUTATIONS = (
     Mutation(
@@ -75,7 +75,7 @@ DOCTOR_MUTATIONS = (
         "a run that nobody attends is well",
         "-",
         "embeddings/doctor/sweeps.py",
-        "    abandoned = abandonment.abandoned_runs()\n",
+        "    abandoned = orphaned_runs.abandoned_runs()\n",
         "    abandoned: list[TenantRun] = []\n",
         (DOCTOR, "-k", "attends"),
     ),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from embeddings import facts, registry
-from embeddings.facts import moment
+from embeddings import registry
 from embeddings.management.base import NounCommand, Options, add_json
 from embeddings.management.rendering import Table
+from embeddings.reports import facts
+from embeddings.reports.facts import moment
 
 
 class Command(NounCommand):

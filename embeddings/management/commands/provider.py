@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from embeddings import facts, registry
+from embeddings import registry
 from embeddings.management.base import NounCommand, Options, add_json, whole_number
 from embeddings.management.rendering import Table
 from embeddings.models import Provider
+from embeddings.reports import facts
 from embeddings.states import ProviderKind
 
 _NUMBERS = {

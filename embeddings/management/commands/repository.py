@@ -8,10 +8,11 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from embeddings import facts, registry
-from embeddings.facts import moment
+from embeddings import registry
 from embeddings.management.base import NounCommand, Options, add_json, positive_number
 from embeddings.management.rendering import Table
+from embeddings.reports import facts
+from embeddings.reports.facts import moment
 
 _GIVEN = ("ref", "include", "exclude", "cadence_minutes")
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from embeddings import registry, run_facts
+from embeddings import registry
 from embeddings.knowledge import store
 from embeddings.management.base import NounCommand, Options, add_json, positive_number
 from embeddings.management.rendering import Table
 from embeddings.models import KnowledgeRow
+from embeddings.reports import run_facts
 
 _TEXT_SHOWN = 60
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from embeddings import run_facts, sweep
-from embeddings.facts import moment
 from embeddings.management.base import NounCommand, Options, add_json, positive_number
 from embeddings.management.run_tables import outcome_table, run_table
 from embeddings.models import TenantRun
-from embeddings.report import report
+from embeddings.reports import run_facts
+from embeddings.reports.facts import moment
+from embeddings.reports.report import report
+from embeddings.runs import sweep
 from embeddings.states import RUN_UNFINISHED, RunStatus
 
 

@@ -9,9 +9,9 @@ from django.core.management.base import CommandError, CommandParser
 
 from embeddings import registry
 from embeddings.errors import SluicegateError, UsageError
-from embeddings.knowledge.search import SearchHit, search
 from embeddings.management.base import SluicegateCommand, add_json, positive_number
 from embeddings.management.rendering import printable
+from embeddings.query.search import SearchHit, search
 
 _LINES_SHOWN = 8
 

@@ -12,13 +12,15 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from embeddings import abandonment, registry, run_facts, sweep
-from embeddings.follow import follow
+from embeddings import registry
 from embeddings.management.base import INTERRUPTED, SluicegateCommand, add_json, positive_number
 from embeddings.management.following import following
 from embeddings.management.run_tables import outcome_table
 from embeddings.models import TenantRun
-from embeddings.report import report
+from embeddings.reports import run_facts
+from embeddings.reports.report import report
+from embeddings.runs import orphaned_runs, sweep
+from embeddings.runs.follow import follow
 from embeddings.states import RunTrigger
 
 
@@ -46,7 +48,7 @@ class Command(SluicegateCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         repositories = registry.select_repositories(options["tenant"], options["repository"])
         if not options["detach"]:
-            abandonment.wait_for_a_sign(repositories, self._say_busy)
+            orphaned_runs.wait_for_a_sign(repositories, self._say_busy)
         runs = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=options["concurrency"])
         if options["detach"]:
             self._say_started(runs, as_json=options["json"])

@@ -7,9 +7,10 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from embeddings import facts, registry
+from embeddings import registry
 from embeddings.management.base import NounCommand, Options, add_json
 from embeddings.management.rendering import Table
+from embeddings.reports import facts
 
 
 class Command(NounCommand):

@@ -16,12 +16,14 @@ from embeddings import registry
 from embeddings.errors import UsageError
 from embeddings.management.base import SluicegateCommand, add_json
 from embeddings.management.rendering import printable
-from streaming import claims, doors, events, turn, turn_run
-from streaming.claims import HeldClaim
+from streaming.http import turn_requests
+from streaming.log import events
 from streaming.models import ChatTurn
-from streaming.offer import default_offer
 from streaming.refusals import TooManyTurns, UnknownModel
 from streaming.states import TurnOrigin, TurnState
+from streaming.turns import claims, transitions, turn_run
+from streaming.turns.claims import HeldClaim
+from streaming.turns.model_list import default_offer
 
 
 class Failed(CommandError):
@@ -53,14 +55,14 @@ class Command(SluicegateCommand):
         if found.state != TurnState.COMPLETED:
             raise Failed(f"{found.state}: {found.error_code} {printable(found.error_detail)}".rstrip())
 
-    def _take(self, options: dict[str, Any]) -> tuple[ChatTurn, turn.Claim]:
+    def _take(self, options: dict[str, Any]) -> tuple[ChatTurn, transitions.Claim]:
         tenant = registry.find_active_tenant(options["tenant"])
         if not options["question"].strip():
             raise UsageError("the question is empty: say what to ask")
         request = {"messages": [{"role": "user", "content": options["question"]}]}
         try:
             offer = default_offer(tenant, uses_knowledge=not options["no_knowledge"])
-            return doors.take_claimed(turn.NewTurn(tenant, offer, request, TurnOrigin.COMMAND))
+            return turn_requests.take_claimed(transitions.NewTurn(tenant, offer, request, TurnOrigin.COMMAND))
         except UnknownModel as error:
             raise UsageError(f"{error} `manage.py tenant set {tenant} --chat-provider ...` gives it one.") from error
         except TooManyTurns as error:
@@ -93,7 +95,7 @@ def _cancelled_by_ctrl_c(held: HeldClaim) -> Iterator[None]:
 
 def _report(found: ChatTurn) -> dict[str, Any]:
     shown = ("number", "end_state", "error_kind", "chunks", "bytes")
-    attempts = doors.rendered(found)["attempts"]
+    attempts = turn_requests.rendered(found)["attempts"]
     return {
         "turn": str(found.public_id),
         "state": found.state,

@@ -1,0 +1,69 @@
+"""The one page for an operator who is paged at night: what stalled, who was spared, what resumes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from django.db.models import Prefetch, Q
+from django.utils import timezone
+
+from embeddings import codes
+from embeddings.knowledge.git import SourceTimeout, SourceUnreachable
+from embeddings.models import Provider, Repository, RepositoryOutcome, Tenant, TenantRun
+from embeddings.reports import facts, run_facts
+from embeddings.states import RUN_UNFINISHED, CircuitState, OutcomeStatus
+
+STALLED_SHOWN_FOR = timedelta(hours=24)
+_SHOWN = 10
+# Put off, which is no failure; and yet nothing comes of it until somebody mends the source.
+_UNFETCHED = (SourceUnreachable.code, SourceTimeout.code)
+
+
+def stalled_runs() -> list[TenantRun]:
+    """Runs whose circuit opened within the last day, newest first, each with `spared`: its spared outcomes."""
+    spared = RepositoryOutcome.objects.filter(error_code=codes.CIRCUIT_OPEN).select_related("repository")
+    since = timezone.now() - STALLED_SHOWN_FOR
+    return list(
+        run_facts.runs()
+        .filter(circuit__state=CircuitState.OPEN, circuit__opened_at__gte=since)
+        .prefetch_related(Prefetch("outcomes", queryset=spared, to_attr="spared"))[:_SHOWN]
+    )
+
+
+def unfinished_runs() -> list[TenantRun]:
+    """Runs at work, newest first."""
+    return list(run_facts.runs().filter(status__in=RUN_UNFINISHED)[:_SHOWN])
+
+
+def troubled_repositories() -> list[Repository]:
+    """Enabled repositories whose sweeps keep failing, or whose source the last one could not fetch, the worst first."""
+    unfetched = Q(last__status=OutcomeStatus.DEFERRED, last__error_code__in=_UNFETCHED)
+    failing = facts.repositories().filter(Q(consecutive_failures__gt=0) | unfetched, enabled=True)
+    return list(failing.order_by("-consecutive_failures", "tenant__slug", "slug")[:_SHOWN])
+
+
+def due_next() -> list[Repository]:
+    """Enabled repositories in the order in which the schedule takes them."""
+    due = facts.repositories().filter(enabled=True, tenant__is_active=True, next_due_at__isnull=False)
+    return list(due.order_by("next_due_at", "pk")[:_SHOWN])
+
+
+def providers() -> Sequence[Any]:
+    """All providers with what is queued and dispatched."""
+    return list(facts.providers())
+
+
+def next_step() -> str:
+    """What to do first where something is missing; empty where all is set up."""
+    steps = (
+        (
+            Provider.objects.exclude(embedding_model=""),
+            "Add a provider: the model server that embeds your repositories.",
+        ),
+        (Tenant.objects.filter(is_active=True), "Add a tenant: the owner of repositories."),
+        (Repository.objects.filter(removed_at=None), "Add a git repository to a tenant."),
+        (TenantRun.objects.all(), "Sweep: tick repositories in their list and choose \u201cSweep now\u201d."),
+    )
+    return next((text for rows, text in steps if not rows.exists()), "")

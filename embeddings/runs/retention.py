@@ -1,0 +1,62 @@
+"""Deleting: rows of removed repositories once nothing of theirs is at a provider, and facts past their retention."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from django.conf import settings
+from django.db.models import Q
+from django.utils import timezone
+
+from embeddings.knowledge import store
+from embeddings.knowledge.source import remove_mirror
+from embeddings.models import EmbeddingTask, Repository, RepositoryOutcome, SourceFile, TenantRun
+from embeddings.runs import scan
+from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED, TaskPriority
+
+_BATCH = 1_000
+# More than an hour of searches, and of batches, can leave behind.
+_TASKS_MAX = 200_000
+INTERACTIVE_KEPT = timedelta(hours=1)
+
+
+def purge() -> None:
+    """One round of everything; each part is bounded, and the next round goes on."""
+    old = timezone.now() - timedelta(days=settings.RETENTION_DAYS)
+    purge_tasks(old)
+    purge_runs(old)
+    for repository in Repository.objects.exclude(removed_at=None):
+        purge_repository(repository)
+
+
+def purge_tasks(old: object) -> int:
+    """Settled tasks past their retention; an interactive caller's texts go within the hour."""
+    interactive = Q(priority=TaskPriority.INTERACTIVE, settled_at__lt=timezone.now() - INTERACTIVE_KEPT)
+    settled = EmbeddingTask.objects.filter(Q(settled_at__lt=old) | interactive, slot=None)
+    gone = 0
+    while gone < _TASKS_MAX and (some := list(settled.values_list("pk", flat=True)[:_BATCH])):
+        gone += EmbeddingTask.objects.filter(pk__in=some).delete()[0]
+    return gone
+
+
+def purge_runs(old: object) -> None:
+    """Finished runs past their retention, with their outcomes, once none of their tasks is left."""
+    finished = TenantRun.objects.filter(finished_at__lt=old).exclude(status__in=RUN_UNFINISHED)
+    for run in finished.exclude(tasks__isnull=False).distinct()[:_BATCH]:
+        run.outcomes.all().delete()
+        run.delete()
+
+
+def purge_repository(repository: Repository) -> bool:
+    """The rows and the mirror of a removed repository, and itself once no fact speaks of it. False while any is at work."""
+    if RepositoryOutcome.objects.filter(repository=repository, status__in=OUTCOME_UNFINISHED).exists():
+        return False
+    if EmbeddingTask.objects.filter(outcome__repository=repository).exclude(slot=None).exists():
+        return False
+    files = list(SourceFile.objects.filter(repository=repository).values_list("pk", flat=True))
+    store.delete_files(repository.pk, files)
+    if not remove_mirror(scan.mirror_directory(repository)):
+        return False
+    if not RepositoryOutcome.objects.filter(repository=repository).exists():
+        repository.delete()
+    return True

@@ -1,0 +1,82 @@
+"""Answers over a tenant's rows: what is asked, what is found, and how it is put before the question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from django.conf import settings
+
+from embeddings.models import Tenant
+from embeddings.query.search import QUERY_CHARACTERS_MAX, SearchHit, search
+
+_INSTRUCTION = (
+    "Answer from these numbered excerpts of the knowledge base, and cite those that you use by their number, like [1]. "
+    "If they do not hold the answer, say so."
+)
+
+
+def question_of(messages: Sequence[dict[str, Any]]) -> str:
+    """The text of the last message of the user."""
+    asked = [message for message in messages if message.get("role") == "user"]
+    return text_of(asked[-1].get("content")) if asked else ""
+
+
+def text_of(content: Any) -> str:
+    """A message's content as text: it may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part["text"]) for part in content or () if isinstance(part, dict) and part.get("text"))
+
+
+def retrieve(tenant: Tenant, question: str, is_cancelled: Callable[[], bool]) -> list[SearchHit]:
+    """The rows nearest to the question, best first, within the bound on characters. Raises what search raises."""
+    if not question.strip():
+        return []
+    asked = question[:QUERY_CHARACTERS_MAX]
+    return _bounded(search(tenant, asked, settings.CHAT_KNOWLEDGE_ROWS, is_cancelled=is_cancelled))
+
+
+def sources_of(hits: Sequence[SearchHit]) -> list[dict[str, Any]]:
+    """The sources as a turn keeps and shows them, numbered as in the prompt."""
+    return [
+        {
+            "number": number,
+            "repository": hit.repository,
+            "path": hit.path,
+            "start_line": hit.start_line,
+            "end_line": hit.end_line,
+            "score": round(float(hit.score), 4),
+        }
+        for number, hit in enumerate(hits, start=1)
+    ]
+
+
+def with_excerpts(messages: list[dict[str, Any]], hits: Sequence[SearchHit]) -> list[dict[str, Any]]:
+    """The messages with the excerpts told to the model: in the system message, made where there is none.
+
+    One system message in front, because many chat templates take no other.
+    """
+    if not hits:
+        return messages
+    excerpts = "\n\n".join(
+        f"[{number}] {hit.repository}/{hit.path}, lines {hit.start_line}-{hit.end_line}:\n{hit.text}"
+        for number, hit in enumerate(hits, start=1)
+    )
+    told = f"{_INSTRUCTION}\n\n{excerpts}"
+    if messages and messages[0].get("role") in ("system", "developer"):
+        first = messages[0]
+        return [{**first, "content": f"{text_of(first.get('content'))}\n\n{told}"}, *messages[1:]]
+    return [{"role": "system", "content": told}, *messages]
+
+
+def _bounded(hits: Sequence[SearchHit]) -> list[SearchHit]:
+    """As many of the first as fit; the first always, since the model is better off with some of it than with none."""
+    room = settings.CHAT_KNOWLEDGE_CHARACTERS
+    kept: list[SearchHit] = []
+    for hit in hits:
+        room -= len(hit.text)
+        if kept and room < 0:
+            break
+        kept.append(hit)
+    return kept

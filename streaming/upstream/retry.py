@@ -1,0 +1,204 @@
+"""What an error means for another attempt, and whether there is one (docs/architecture.md, Chat).
+
+Pure functions: an error is classified by its type and its machine codes, never by its text; the decision is data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from embeddings.timeouts import ESOCKETTIMEDOUT, ETIMEDOUT
+from streaming.upstream.errors import (
+    ChatStreamError,
+    EndState,
+    ProviderFrameError,
+    StreamCancelledError,
+    StreamTruncatedError,
+)
+
+TRANSPORT_CODES = frozenset({"ECONNRESET", "ECONNREFUSED", "EPIPE", ETIMEDOUT, ESOCKETTIMEDOUT})
+TRANSIENT_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+# What providers write as `code` or `type` of an error frame when the same request may succeed a moment later.
+TRANSIENT_PROVIDER_CODES = frozenset(
+    {
+        "internal_server_error",
+        "overloaded",
+        "overloaded_error",
+        "rate_limit_error",
+        "rate_limit_exceeded",
+        "server_error",
+        "service_unavailable",
+        "service_unavailable_error",
+        "timeout",
+        "unavailable_error",
+    }
+)
+MAX_RETRIES = 2
+_LONGEST_CAUSE_CHAIN = 50
+
+
+class RetryKind(StrEnum):
+    """What stands behind an error, as far as another attempt is concerned."""
+
+    ABORT = "abort"
+    TRANSPORT = "transport"
+    STATUS = "status"
+    ERROR_FRAME = "error_frame"
+    CONTENT = "content"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class RetryClassification:
+    """`retryable` says that another attempt might succeed; whether it is allowed is `decide_retry`'s business."""
+
+    kind: RetryKind
+    retryable: bool
+    transport_code: str | None = None
+    status: int | None = None
+    retry_after_ms: int | None = None
+
+
+NOTHING_TO_RETRY = RetryClassification(RetryKind.NONE, retryable=False)
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How many retries in all, and how long before each, in milliseconds."""
+
+    max_retries: int = MAX_RETRIES
+    base_delay_ms: int = 500
+    max_delay_ms: int = 30_000
+
+
+@dataclass(frozen=True)
+class RetryDecision:
+    """`counts_as` is the counter that a retry uses up: transport or content. `reason` is for the log."""
+
+    retry: bool
+    reason: str
+    counts_as: RetryKind = RetryKind.NONE
+    delay_ms: int = 0
+
+
+def classify_retry_error(error: BaseException) -> RetryClassification:
+    """Abort first, whatever else it looks like; then transport codes of the error or its causes; then what it says."""
+    if is_abort(error):
+        return RetryClassification(RetryKind.ABORT, retryable=False)
+    transport_code = first_transport_code(causes(error))
+    if transport_code is not None:
+        return RetryClassification(RetryKind.TRANSPORT, retryable=True, transport_code=transport_code)
+    status = _status_of(error)
+    if isinstance(error, ProviderFrameError):
+        transient = status in TRANSIENT_STATUSES or error.provider_code in TRANSIENT_PROVIDER_CODES
+        return RetryClassification(RetryKind.ERROR_FRAME, retryable=transient, status=status)
+    if status is not None:
+        retry_after_ms = getattr(error, "retry_after_ms", None)
+        return RetryClassification(
+            RetryKind.STATUS,
+            retryable=status in TRANSIENT_STATUSES,
+            status=status,
+            retry_after_ms=retry_after_ms if type(retry_after_ms) is int else None,
+        )
+    if isinstance(error, StreamTruncatedError):
+        return RetryClassification(RetryKind.CONTENT, retryable=True)
+    return RetryClassification(RetryKind.NONE, retryable=False)
+
+
+def decide_retry(
+    classification: RetryClassification,
+    *,
+    delivered: bool,
+    transport_retries: int,
+    content_retries: int,
+    policy: RetryPolicy | None = None,
+) -> RetryDecision:
+    """Whether to try again, given what was delivered and the retries made. What was delivered is never replayed."""
+    policy = policy or RetryPolicy()
+    made = transport_retries + content_retries
+    if not classification.retryable:
+        return RetryDecision(False, f"not_retryable_{classification.kind}")
+    if delivered:
+        return RetryDecision(False, "already_delivered")
+    if made >= policy.max_retries:
+        return RetryDecision(False, "retries_exhausted")
+    wanted = classification.retry_after_ms
+    if wanted is not None and wanted > policy.max_delay_ms:
+        return RetryDecision(False, "retry_after_too_long")
+    delay_ms = min(policy.base_delay_ms * 2**made, policy.max_delay_ms) if wanted is None else max(wanted, 0)
+    counts_as = RetryKind.CONTENT if classification.kind is RetryKind.CONTENT else RetryKind.TRANSPORT
+    return RetryDecision(True, f"retry_{classification.kind}", counts_as, delay_ms)
+
+
+def end_of(error: BaseException | None) -> tuple[EndState, str]:
+    """The end state and the error kind of an attempt that ended with this error; None is a complete answer.
+
+    A bare asyncio cancellation is an interruption: a user's cancel has a type of its own.
+    """
+    if error is None:
+        return EndState.COMPLETED, ""
+    if isinstance(error, ChatStreamError):
+        return error.end_state, error.error_kind
+    if is_abort(error):
+        return EndState.INTERRUPTED, "cancelled"
+    return EndState.INTERRUPTED, "internal_error"
+
+
+def is_abort(error: BaseException) -> bool:
+    """Whether somebody on our side ended the call: a user's cancel, a cancelled task, a process that shuts down."""
+    return isinstance(
+        error,
+        StreamCancelledError
+        | asyncio.CancelledError
+        | concurrent.futures.CancelledError
+        | GeneratorExit
+        | KeyboardInterrupt
+        | SystemExit,
+    )
+
+
+def first_transport_code(errors: Iterable[BaseException]) -> str | None:
+    """The first code of the closed list that one of the errors carries, as `code` or as `errno`."""
+    for cause in errors:
+        code = getattr(cause, "code", None)
+        if type(code) is str and code in TRANSPORT_CODES:
+            return code
+        number = getattr(cause, "errno", None)
+        name = errno.errorcode.get(number) if type(number) is int else None
+        if name in TRANSPORT_CODES:
+            return name
+    return None
+
+
+def causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
+    """The error, its cause, that one's cause, and so on; each once, though the chain be a cycle.
+
+    The members of an exception group are causes of it: a host of several addresses is refused by each. `with_contexts`
+    follows the context where there is no cause, for libraries that cut the chain with `from None`.
+    """
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting and len(seen) < _LONGEST_CAUSE_CHAIN:
+        cause = waiting.pop()
+        if id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        if isinstance(cause, BaseExceptionGroup):
+            waiting.extend(reversed(cause.exceptions))
+        behind = cause.__cause__ or (cause.__context__ if with_contexts else None)
+        if behind is not None:
+            waiting.append(behind)
+
+
+def _status_of(error: BaseException) -> int | None:
+    for name in ("status", "status_code"):
+        status = getattr(error, name, None)
+        if type(status) is int:
+            return status
+    return None

@@ -1,0 +1,43 @@
+"""Celery's doors: a lost message loses nothing, a duplicate does nothing, one run's trouble is not another's."""
+
+import pytest
+
+from embeddings import tasks
+from embeddings.models import RepositoryOutcome
+from embeddings.runs import sweep
+from embeddings.states import OutcomeStatus, RunStatus
+from tests.support.stage import outcome_of, texts
+
+pytestmark = pytest.mark.both_databases
+
+
+def test_doors_of_what_has_gone_do_nothing(transactional_db):
+    for door in (tasks.drain_provider, tasks.scan_run, tasks.advance_run):
+        door(10**9)
+
+
+def test_duplicates_do_nothing(stage):
+    a = stage.repository("a", *texts("alpha", 6))
+    run = stage.start(a)
+    for _ in range(2):
+        tasks.scan_run(run.pk)
+        tasks.drain_provider(stage.provider.pk)
+        tasks.advance_run(run.pk)
+    assert outcome_of(run, a).status == OutcomeStatus.SUCCEEDED
+    assert set(stage.server.texts_seen.values()) == {1}
+
+
+def test_beats_round_goes_on_past_a_run_that_cannot_be_advanced(stage, monkeypatch):
+    broken, fine = stage.start(stage.repository("a", "alpha")), stage.start(stage.repository("b", "beta"))
+    real = sweep.attend
+
+    def attend(run_id):
+        if run_id == broken.pk:
+            raise LookupError("broken")
+        return real(run_id)
+
+    monkeypatch.setattr(sweep, "attend", attend)
+    RepositoryOutcome.objects.filter(run=fine).update(status=OutcomeStatus.CANCELLED)
+    tasks.tick()
+    fine.refresh_from_db()
+    assert fine.status == RunStatus.CANCELLED
