@@ -1,10 +1,10 @@
-"""Which sources and refs git may be given (docs/architecture.md, Sweep). Refusals never repeat a secret."""
+"""Validation of sources and refs before git sees them (docs/architecture.md, Sweep). Refusals never repeat a secret."""
 
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from embeddings.knowledge.git import SourceRefused
 
@@ -18,11 +18,11 @@ _FULL_OID = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def validate_source(source: str, source_roots: Sequence[Path] | None) -> str:
-    """The source as git will be given it: an https or ssh URL, `user@host:path`, or an absolute local path.
+    """Returns the source as git will get it: an https or ssh URL, `user@host:path`, or an absolute local path.
 
     `file://` URLs and relative paths become absolute paths. Local paths must lie under one of `source_roots`
-    after every link is followed; None allows them anywhere, an empty sequence nowhere. Whether the source can be
-    reached is not asked. Raises SourceRefused with one line for the person who typed it.
+    after every link is followed; None allows them anywhere, an empty sequence nowhere. Does not check that the
+    source can be reached. Raises SourceRefused with one line for the person who typed it.
     """
     source = source.strip()
     if not source or len(source) > _MAX_LENGTH:
@@ -34,14 +34,20 @@ def validate_source(source: str, source_roots: Sequence[Path] | None) -> str:
     if "://" in source:
         return _validate_url(source, source_roots)
     if match := _SCP_LIKE.fullmatch(source):
-        return _validate_scp_like(source, match)
+        user, host, path = match["user"], match["host"], match["path"]
+        # Git would read "name:password@host:path" as a path on the host "name".
+        if (user is None and "@" in path) or (user is not None and not _USER.fullmatch(user)):
+            raise SourceRefused("an ssh source carries a plain user name and no password")
+        if not _HOST.fullmatch(host) or path.startswith("-"):
+            raise SourceRefused("an ssh source names a host and a path")
+        return source
     if "::" in source.split("/")[0]:
         raise SourceRefused("git's remote helpers ('name::address') are not allowed")
     return _validate_path(source, source_roots)
 
 
 def validate_ref(ref: str) -> str:
-    """A branch, a tag, a full `refs/...` name or a full commit id; empty for the source's default branch.
+    """Returns a branch, a tag, a full `refs/...` name or a full commit id; empty for the source's default branch.
 
     Raises SourceRefused.
     """
@@ -75,30 +81,14 @@ def _validate_url(source: str, source_roots: Sequence[Path] | None) -> str:
         return _validate_path(unquote(url.path), source_roots)
     if url.scheme not in ("https", "ssh"):
         raise SourceRefused("a source is an https or ssh URL, or a local path")
-    _check_user(url)
+    if "@" in url.netloc and url.scheme == "https":
+        raise SourceRefused("a source URL carries no user name, password or token")
+    if "@" in url.netloc and (url.password is not None or not _USER.fullmatch(url.username or "")):
+        raise SourceRefused("an ssh source carries a plain user name and no password")
     if url.query or url.fragment or "?" in source or "#" in source:
         raise SourceRefused("a source URL has no query and no fragment")
     if not _HOST.fullmatch(host) or url.path in ("", "/"):
         raise SourceRefused("a source URL names a host and a path")
-    return source
-
-
-def _check_user(url: SplitResult) -> None:
-    if "@" not in url.netloc:
-        return
-    if url.scheme == "https":
-        raise SourceRefused("a source URL carries no user name, password or token")
-    if url.password is not None or not _USER.fullmatch(url.username or ""):
-        raise SourceRefused("an ssh source carries a plain user name and no password")
-
-
-def _validate_scp_like(source: str, match: re.Match[str]) -> str:
-    user, host, path = match["user"], match["host"], match["path"]
-    # "name:password@host:path" reads as a path on the host "name".
-    if (user is None and "@" in path) or (user is not None and not _USER.fullmatch(user)):
-        raise SourceRefused("an ssh source carries a plain user name and no password")
-    if not _HOST.fullmatch(host) or path.startswith("-"):
-        raise SourceRefused("an ssh source names a host and a path")
     return source
 
 
@@ -108,19 +98,15 @@ def _validate_path(path: str, source_roots: Sequence[Path] | None) -> str:
     absolute = Path(os.path.abspath(path))
     if source_roots is not None:
         for place in (absolute, _git_directory(absolute)):
-            _check_roots(place, source_roots)
+            # realpath, because Path.resolve raises on a loop of links, which must be refused instead.
+            real = Path(os.path.realpath(place))
+            if not any(real.is_relative_to(os.path.realpath(root)) for root in source_roots):
+                raise SourceRefused("a local source must lie under one of SOURCE_ROOTS")
     return str(absolute)
 
 
-def _check_roots(place: Path, source_roots: Sequence[Path]) -> None:
-    # realpath, not Path.resolve: a loop of links must be refused, not raise.
-    real = Path(os.path.realpath(place))
-    if not any(real.is_relative_to(os.path.realpath(root)) for root in source_roots):
-        raise SourceRefused("a local source must lie under one of SOURCE_ROOTS")
-
-
 def _git_directory(worktree: Path) -> Path:
-    """Where git would read: a `.git` file can point out of the roots just as a link can."""
+    """The directory git would read; a `.git` file can point outside the roots just as a link can."""
     dot_git = worktree / ".git"
     if not dot_git.is_file():
         return dot_git if dot_git.exists() else worktree

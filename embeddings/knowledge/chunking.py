@@ -1,7 +1,7 @@
 """Cut the text of one file into chunks of whole lines (docs/architecture.md, Sweep).
 
-Syntax proposes where to cut; the cuts are moved to line starts, and what is then too large is parted at blank lines
-and low indentation. So a chunk's place can be shown, and its text found again, by line numbers alone.
+Syntax proposes where to cut. Cuts are moved to line starts, and a part that is still too large is split at blank
+lines and low indentation. So line numbers alone are enough to show a chunk's place and to find its text again.
 """
 
 from bisect import bisect_right
@@ -19,9 +19,9 @@ _SEPARATORS = (" ", ";", "}", ",", ">")
 
 @dataclass(frozen=True)
 class Chunk:
-    """`text` is lines `start_line` to `end_line`, 1-based and inclusive, as "\\n" separates them.
+    """`text` is lines `start_line` to `end_line`, 1-based and inclusive, separated by "\\n".
 
-    Only a line that alone exceeds the limits is cut inside: the text is then a part of that line.
+    Only a line that exceeds the limits by itself is split; the text is then a part of that line.
     """
 
     ordinal: int
@@ -32,21 +32,21 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkLimits:
-    """The most that one chunk may hold; tokens are estimated, and include the two that frame a text."""
+    """Upper bounds of one chunk. Tokens are estimated, and include the two special tokens around a text."""
 
     max_characters: int = 1200
     max_tokens: int = 512
 
     def __post_init__(self) -> None:
-        # Any single character must fit.
+        # Any single character must fit into a chunk.
         if self.max_characters < 1 or self.max_tokens < 8:
             raise ValueError("a chunk holds at least 1 character and 8 tokens")
 
 
 def chunk(path: str, text: str, limits: ChunkLimits) -> list[Chunk]:
-    """Chunks in order that hold every non-blank line once; none is blank, none exceeds the limits.
+    """Splits the text into ordered chunks that hold every non-blank line once; none is blank or exceeds the limits.
 
-    The path only names the grammar. A text that its grammar cannot parse in reasonable time is cut by its lines.
+    The path only selects the grammar. A text that the grammar cannot parse in reasonable time is split by lines.
     """
     if not text or text.isspace():
         return []
@@ -54,20 +54,14 @@ def chunk(path: str, text: str, limits: ChunkLimits) -> list[Chunk]:
     if file.fits(0, file.line_count):
         spans = [(0, file.line_count)]
     else:
-        offsets = syntax.cuts(path, text, _capacity(text, limits))
-        spans = list(file.joined(file.spans(offsets)))
+        # Ask for smaller parts if the text has many tokens per character, so that they need no second split. Splitters
+        # are cached by capacity, hence the steps.
+        allowed = units_within(limits.max_tokens) * len(text) // max(1, weigh(text))
+        step = max(1, limits.max_characters // _CAPACITY_STEPS)
+        capacity = max(step, min(limits.max_characters, allowed) // step * step)
+        spans = list(file.joined(file.spans(syntax.cuts(path, text, capacity))))
     pieces = (piece for begin, stop in spans for piece in file.pieces(begin, stop))
     return [Chunk(ordinal, first + 1, last + 1, piece) for ordinal, (first, last, piece) in enumerate(pieces)]
-
-
-def _capacity(text: str, limits: ChunkLimits) -> int:
-    """Characters to ask of the splitter: fewer where the whole text is dense, so that its parts need no second cut.
-
-    Taken in steps, because splitters are cached by capacity.
-    """
-    allowed = units_within(limits.max_tokens) * len(text) // max(1, weigh(text))
-    step = max(1, limits.max_characters // _CAPACITY_STEPS)
-    return max(step, min(limits.max_characters, allowed) // step * step)
 
 
 class _File:
@@ -79,24 +73,28 @@ class _File:
         self._max_units = units_within(limits.max_tokens)
         lines = text.split("\n")
         self.line_count = len(lines)
-        # One more than there are lines: line i is text[starts[i] : starts[i + 1] - 1].
+        # Line i is text[starts[i] : starts[i + 1] - 1], so there is one more entry than there are lines.
         self._starts = [0]
         for line in lines:
             self._starts.append(self._starts[-1] + len(line) + 1)
 
     def fits(self, begin: int, stop: int) -> bool:
-        """Whether these lines may be one chunk."""
+        """Whether these lines fit into one chunk."""
         if self._length(begin, stop) > self._max_characters:
             return False
-        return self._light(self._slice(begin, stop))
+        return self._is_light(self._slice(begin, stop))
 
     def spans(self, offsets: list[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of lines between the cuts, each moved to the start of a line."""
-        lines = {0, self.line_count, *map(self._line_at, offsets)}
+        """Ranges of lines between the cuts. A cut inside a line moves to the line's start, or past its trailing blanks."""
+        lines = {0, self.line_count}
+        for offset in offsets:
+            line = bisect_right(self._starts, offset) - 1
+            is_trailing = offset > self._starts[line] and not self._text[offset : self._starts[line + 1]].strip()
+            lines.add(line + 1 if is_trailing else line)
         return pairwise(sorted(lines))
 
     def joined(self, spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The spans, small ones together with a neighbour where both fit in one chunk."""
+        """The spans, with small ones merged into a neighbour where both fit into one chunk."""
         begin, stop = next(spans)
         small = self._max_characters // _SMALL
         for next_begin, next_stop in spans:
@@ -113,7 +111,7 @@ class _File:
             begin, stop = self._trimmed(begin, stop)
             if begin == stop:
                 return
-            end = stop if self.fits(begin, stop) else self._break(begin, self._furthest(begin, stop))
+            end = stop if self.fits(begin, stop) else self._best_break(begin, self._furthest(begin, stop))
             if end == begin:
                 end = begin + 1
                 yield from ((begin, begin, piece) for piece in self._parts_of_line(begin))
@@ -121,12 +119,6 @@ class _File:
                 _, last = self._trimmed(begin, end)
                 yield begin, last - 1, self._slice(begin, last)
             begin = end
-
-    def _line_at(self, offset: int) -> int:
-        """The line that starts at the cut, or nearest before it; the next one if only blanks of this line follow."""
-        line = bisect_right(self._starts, offset) - 1
-        rest = self._text[offset : self._starts[line + 1]] if offset > self._starts[line] else "-"
-        return line if rest.strip() else line + 1
 
     def _trimmed(self, begin: int, stop: int) -> tuple[int, int]:
         while begin < stop and self._is_blank(begin):
@@ -136,9 +128,9 @@ class _File:
         return begin, stop
 
     def _furthest(self, begin: int, stop: int) -> int:
-        """The furthest end up to which the lines from `begin` are within the limits; `begin` if not even one is."""
+        """The furthest end at which the lines from `begin` are within the limits; `begin` if not even one line is."""
         end = bisect_right(self._starts, self._starts[begin] + self._max_characters + 1, begin, stop + 1) - 1
-        if end == begin or self._light(self._slice(begin, end)):
+        if end == begin or self._is_light(self._slice(begin, end)):
             return end
         units = 0
         for line in range(begin, end):
@@ -147,16 +139,17 @@ class _File:
                 return line
         return end
 
-    def _break(self, begin: int, end: int) -> int:
-        """The best place to part in the later half: after a blank line, else before the least indented, else late."""
-        middle = bisect_right(self._starts, (self._starts[begin] + self._starts[end]) // 2, begin, end)
-        return max(range(min(middle, end), end + 1), key=self._break_quality)
+    def _best_break(self, begin: int, end: int) -> int:
+        """The best line to break before in the second half: after a blank line, else the least indented, else the last."""
 
-    def _break_quality(self, line: int) -> tuple[bool, int, int]:
-        if line >= self.line_count:
-            return True, 0, line
-        text = self._slice(line, line + 1)
-        return line > 0 and self._is_blank(line - 1), len(text.lstrip()) - len(text), line
+        def quality(line: int) -> tuple[bool, int, int]:
+            if line >= self.line_count:
+                return True, 0, line
+            text = self._slice(line, line + 1)
+            return line > 0 and self._is_blank(line - 1), len(text.lstrip()) - len(text), line
+
+        middle = bisect_right(self._starts, (self._starts[begin] + self._starts[end]) // 2, begin, end)
+        return max(range(min(middle, end), end + 1), key=quality)
 
     def _parts_of_line(self, line: int) -> Iterator[str]:
         position, end = self._starts[line], self._starts[line + 1] - 1
@@ -165,7 +158,9 @@ class _File:
             while (units := weigh(part)) > self._max_units:
                 part = part[: max(1, min(len(part) - 1, len(part) * self._max_units // units))]
             if position + len(part) < end:
-                part = _to_separator(part)
+                # Up to the last separator, unless that is far from the end of the part.
+                cut = max(part.rfind(separator) for separator in _SEPARATORS) + 1
+                part = part[:cut] if cut > len(part) * 3 // 4 else part
             position += len(part)
             if part.strip():
                 yield part
@@ -179,11 +174,5 @@ class _File:
     def _is_blank(self, line: int) -> bool:
         return not self._slice(line, line + 1).strip()
 
-    def _light(self, text: str) -> bool:
+    def _is_light(self, text: str) -> bool:
         return weigh(text) <= self._max_units
-
-
-def _to_separator(part: str) -> str:
-    """The part up to its last separator, unless that lies far from its end."""
-    cut = max(part.rfind(separator) for separator in _SEPARATORS) + 1
-    return part[:cut] if cut > len(part) * 3 // 4 else part

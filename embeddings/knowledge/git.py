@@ -1,4 +1,4 @@
-"""Running git: what it is told, how long it may take, and the errors of a source (docs/architecture.md, Sweep)."""
+"""Running git: its environment, its deadline, and the errors of a source (docs/architecture.md, Sweep)."""
 
 import os
 import re
@@ -27,6 +27,20 @@ _PASSED_ON = (
     "no_proxy",
 )
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
+# With `gitconfig`, all the configuration that git gets.
+_ENVIRONMENT = {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": str(_CONFIGURATION),
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_ASKPASS": "true",
+    "SSH_ASKPASS": "true",
+    "SSH_ASKPASS_REQUIRE": "never",
+    "GIT_SSH_COMMAND": _SSH,
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_NO_REPLACE_OBJECTS": "1",
+    "LC_ALL": "C",
+}
 _MAX_OUTPUT_BYTES = 1 << 29
 _MAX_ERROR_BYTES = 8_192
 _MAX_MESSAGE = 400
@@ -41,13 +55,13 @@ class SourceError(Exception):
 
 
 class SourceRefused(SourceError):
-    """The source or ref is not one that git will be given."""
+    """The source or ref is not allowed to reach git."""
 
     code = "KB_SOURCE_REFUSED"
 
 
 class SourceUnreachable(SourceError):
-    """The source could not be fetched; that says nothing about what it holds."""
+    """The source could not be fetched. What it contains is unknown: unreachable is not empty."""
 
     code = "KB_SOURCE_UNREACHABLE"
 
@@ -87,7 +101,7 @@ class GitFailed(Exception):
 class Git:
     """Git processes that share one wall deadline.
 
-    `inherit` are descriptors that each process keeps open (a lock that must outlive a killed parent).
+    Each process inherits the descriptors in `inherit` (a lock that must outlive a killed parent).
     """
 
     def __init__(self, deadline_seconds: float, should_stop: Callable[[], bool] | None = None) -> None:
@@ -96,30 +110,28 @@ class Git:
         self.inherit: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Raise SourceStopped or SourceTimeout where the time is over."""
+        """Raises SourceStopped if the caller asked to stop, SourceTimeout if the deadline has passed."""
         if self._should_stop is not None and self._should_stop():
             raise SourceStopped("stopped on request")
         if time.monotonic() >= self._ends_at:
             raise SourceTimeout("git did not finish before the deadline")
 
     def run(self, *arguments: str) -> bytes:
-        """Standard output of `git <arguments>`. Raises GitFailed, SourceTimeout, SourceStopped."""
+        """Standard output of `git <arguments>`. Raises GitFailed, SourceTimeout, SourceStopped, SourceUnreachable."""
         process = start(arguments, stdin=subprocess.DEVNULL, inherit=self.inherit)
         try:
             output, errors = self._collect(process)
-            status = self._status(process)
+            status = None
+            while status is None:
+                try:
+                    status = process.wait(_POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self.check()
         finally:
             end(process)
         if status:
             raise GitFailed(scrub(errors))
         return output
-
-    def _status(self, process: subprocess.Popen[bytes]) -> int:
-        while True:
-            try:
-                return process.wait(_POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.check()
 
     def _collect(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
         output, errors = bytearray(), bytearray()
@@ -134,7 +146,7 @@ class Git:
                         selector.unregister(key.fileobj)
                     key.data.extend(piece)
                 if len(output) > _MAX_OUTPUT_BYTES:
-                    raise GitFailed("git's answer has no end")
+                    raise GitFailed("git's output is too large")
                 del errors[:-_MAX_ERROR_BYTES]
         return bytes(output), bytes(errors)
 
@@ -142,14 +154,14 @@ class Git:
 def start(
     arguments: Sequence[str], *, stdin: int, inherit: tuple[int, ...] = (), stderr: int = subprocess.PIPE
 ) -> subprocess.Popen[bytes]:
-    """A git process that leads its own group, told only what stands in `gitconfig`. Raises SourceUnreachable."""
+    """Starts git as the leader of a process group, with no configuration but ours. Raises SourceUnreachable."""
     try:
         return subprocess.Popen(
             ["git", *arguments],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env=_environment(),
+            env={name: os.environ[name] for name in _PASSED_ON if name in os.environ} | _ENVIRONMENT,
             start_new_session=True,
             pass_fds=inherit,
         )
@@ -158,46 +170,24 @@ def start(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process's group, reap it and close its pipes."""
-    # Once it is reaped, its number may be another's.
+    """Kills what is left of the process's group, reaps it and closes its pipes."""
+    # Once it is reaped, its id may belong to another process.
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        _close(pipe)
+    for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+        # Closing flushes what the dead process never read.
+        with suppress(BrokenPipeError):
+            pipe.close()
 
 
 def scrub(errors: bytes) -> str:
-    """The end of git's complaint as one bounded line without credentials, home paths or control characters."""
+    """The end of git's error output as one bounded line without credentials, home paths or control characters."""
     text = errors.decode("utf-8", "replace")
     text = re.sub(r"://[^/\s@]*@", "://", text)
     home = os.environ.get("HOME", "")
     if len(home) > 1:
         text = text.replace(home, "~")
     text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text).strip()
-    return text[-_MAX_MESSAGE:] or "git failed without a word"
-
-
-def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return kept | {
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": str(_CONFIGURATION),
-        "GIT_ATTR_NOSYSTEM": "1",
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ASKPASS": "true",
-        "SSH_ASKPASS": "true",
-        "SSH_ASKPASS_REQUIRE": "never",
-        "GIT_SSH_COMMAND": _SSH,
-        "GIT_NO_LAZY_FETCH": "1",
-        "GIT_NO_REPLACE_OBJECTS": "1",
-        "LC_ALL": "C",
-    }
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    # Closing flushes what the dead process never read.
-    with suppress(BrokenPipeError):
-        if pipe is not None:
-            pipe.close()
+    return text[-_MAX_MESSAGE:] or "git failed without an error message"

@@ -1,6 +1,6 @@
-"""Where syntax allows a cut: grammars by file name, and the process that parses with them (docs/architecture.md, Sweep).
+"""Grammars by file name, and the process that finds cuts with them (docs/architecture.md, Sweep).
 
-Run as a script it answers requests on standard input. It is a process of its own because a parser's error recovery
+Run as a script, this module answers requests on standard input. It is a process of its own because a parser's error recovery
 has no bound (16 KB of nonsense kept the Python grammar busy for 50 s) and cannot be interrupted from inside: here
 the kernel ends the process when a text has used up its CPU time. It imports nothing of this project.
 """
@@ -49,20 +49,20 @@ _GRAMMAR_OF_NAME = {
     "Pipfile": "toml",
 }
 
-# About ten times what well-formed text costs.
+# About ten times the cost of well-formed text.
 _CPU_SECONDS = 0.25
 _CPU_SECONDS_PER_BYTE = 2e-6
 
 
 def grammar_of(path: str) -> str:
-    """The grammar for a file, by its name alone; TEXT where none is known."""
+    """The grammar for a file name; TEXT if none is known."""
     name = PurePosixPath(path)
     return _GRAMMAR_OF_NAME.get(name.name) or _GRAMMAR_OF_SUFFIX.get(name.suffix.lower(), TEXT)
 
 
 @lru_cache(maxsize=64)
 def splitter(grammar: str, capacity: int) -> CodeSplitter | MarkdownSplitter | TextSplitter:
-    """A splitter into parts of at most `capacity` characters, full from two thirds of it on."""
+    """A splitter into parts of two thirds of `capacity` up to `capacity` characters."""
     limits = (max(1, capacity * 2 // 3), capacity)
     if grammar == MARKDOWN:
         return MarkdownSplitter(limits, trim=False)
@@ -74,7 +74,10 @@ def splitter(grammar: str, capacity: int) -> CodeSplitter | MarkdownSplitter | T
 
 
 def answer_requests(requests: BinaryIO, answers: BinaryIO) -> None:
-    """For each request, a JSON line with `grammar`, `capacity` and `bytes`, then the text: a JSON line of offsets."""
+    """Answers each request with a JSON line of offsets.
+
+    A request is a JSON line with `grammar`, `capacity` and `bytes` (the length of the text), followed by the text.
+    """
     while header := requests.readline():
         request = json.loads(header)
         text = requests.read(request["bytes"]).decode("utf-8")

@@ -1,4 +1,4 @@
-"""A git source as the sweep sees it: a snapshot of its tree, and the bytes of chosen blobs (docs/architecture.md, Sweep)."""
+"""A git source for the sweep: a snapshot of its tree, and the content of chosen blobs (docs/architecture.md, Sweep)."""
 
 import enum
 import os
@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -89,8 +89,8 @@ class Snapshot:
 class GitMirror:
     """A bare mirror of one revision of one source.
 
-    `directory` is the mirror's own and can be lost at any time: whatever is half-made or broken in it is made anew.
-    `<directory>.lock` beside it keeps two processes from fetching into it at once.
+    Only this class writes to `directory`, which may be deleted at any time: a partial or broken mirror is created
+    again. `<directory>.lock` keeps two processes from fetching into it at once.
     """
 
     def __init__(
@@ -110,28 +110,36 @@ class GitMirror:
         self._should_stop = should_stop
 
     def fetch(self) -> Snapshot:
-        """The tree that the ref names now. Costs no transfer where the mirror has it already.
+        """The tree that the ref names now. Transfers nothing if the mirror already has it.
 
         Raises SourceUnreachable, SourceTimeout, SourceStopped, RevisionMissing and SourceEmpty.
         """
         git = Git(self._deadline_seconds, self._should_stop)
         if is_local(self._source) and not os.path.isdir(self._source):
             raise SourceUnreachable("there is no such directory")
-        with self._locked(git):
+        self._directory.parent.mkdir(parents=True, exist_ok=True)
+        with lock_file(_lock_path(self._directory)) as descriptor:
+            while not try_lock(descriptor):
+                git.check()
+                time.sleep(_LOCK_POLL_SECONDS)
+            # Git holds the lock too, so that the lock outlives a killed parent until its git has ended.
+            git.inherit = (descriptor,)
             advertised = self._resolve(git)
-            snapshot = self._stored(git, advertised.commit)
-            if snapshot is not None:
-                return snapshot
+            # A broken mirror is treated like one without the commit: both are fetched again.
+            with suppress(GitFailed):
+                if (self._directory / "HEAD").is_file() and self._fetched(git) == advertised.commit:
+                    return self._snapshot(git, advertised.commit)
             return self._transfer(git, advertised)
 
     def read(self, oids: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         """The content of these blobs, in their order, one in memory at a time.
 
-        Raises SourceUnreachable where the mirror has lost one; the mirror is then dropped and the next fetch heals it.
+        Raises SourceUnreachable if the mirror has lost one; the mirror is then deleted, and the next fetch creates it
+        again.
         """
         arguments = ("-C", str(self._directory), "cat-file", "--batch")
         if not self._directory.is_dir():
-            raise SourceUnreachable("the mirror is gone; it is made anew by the next fetch")
+            raise SourceUnreachable("the mirror is gone; the next fetch creates it again")
         process = start(arguments, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             for oid in oids:
@@ -142,8 +150,14 @@ class GitMirror:
             end(process)
 
     def _resolve(self, git: Git) -> "_Advertised":
-        """What the ref names at the source, asked without fetching anything."""
-        names = _candidates(self._ref)
+        """The ref as the source advertises it; nothing is fetched."""
+        # Full names that the ref may stand for, in order of preference; a branch comes before a tag of the same name.
+        if not self._ref or is_commit_id(self._ref):
+            names = ["HEAD"]
+        elif self._ref == "HEAD" or self._ref.startswith("refs/"):
+            names = [self._ref, f"{self._ref}^{{}}"]
+        else:
+            names = [f"refs/heads/{self._ref}", f"refs/tags/{self._ref}", f"refs/tags/{self._ref}^{{}}"]
         try:
             listing = git.run("ls-remote", "--quiet", "--", self._source, *names)
         except GitFailed as error:
@@ -166,60 +180,51 @@ class GitMirror:
         wanted = f"no branch, tag or commit {self._ref!r}" if self._ref else "no commit on its default branch"
         return RevisionMissing(f"the source has {wanted}")
 
-    def _stored(self, git: Git, commit: str) -> Snapshot | None:
-        """The snapshot of a commit that an earlier fetch finished, or None."""
-        if not (self._directory / "HEAD").is_file():
-            return None
-        try:
-            return self._snapshot(git, commit) if self._fetched(git) == commit else None
-        except GitFailed:
-            # A broken mirror is not told from one without the commit: both are fetched again.
-            return None
-
     def _transfer(self, git: Git, advertised: "_Advertised") -> Snapshot:
-        """Fetch, once into what is there and once from nothing: the source was just reached, so the fault is here."""
+        """Fetches into the mirror and, if that fails, into a new one: the source was just reached, so the mirror is bad.
+
+        The ref may move between `ls-remote` and the fetch; the commit that was fetched counts.
+        """
         try:
             self._fetch(git, advertised, "--depth=1", f"+{advertised.name}:{_HEAD}")
-            return self._current(git)
+            return self._snapshot(git, self._fetched(git))
         except GitFailed:
-            # Asked again, so that a line that broke in between does not cost the mirror.
+            # Resolved again, so that a connection that broke in between does not cost the mirror.
             advertised = self._resolve(git)
         _discard(self._directory)
+        by_id = is_commit_id(advertised.name)
+        refspecs = [f"+{advertised.name}:{_HEAD}"]
+        if by_id:
+            # Some servers serve no commit by its id: fetch every branch and tag instead.
+            refspecs = ["+refs/heads/*:refs/sluicegate/heads/*", "+refs/tags/*:refs/sluicegate/tags/*"]
         try:
-            # Without --depth for servers that cannot, and all branches for those that give no commit by its id.
-            self._fetch(git, advertised, "--update-shallow", *_everything(advertised))
+            # Without --depth, which some servers do not support.
+            self._fetch(git, advertised, "--update-shallow", *refspecs)
         except GitFailed as error:
             raise SourceUnreachable(error.message) from None
-        return self._adopted(git, advertised)
-
-    def _fetch(self, git: Git, advertised: "_Advertised", depth: str, *refspecs: str) -> None:
-        self._prepare(git, len(advertised.commit))
-        flags = ("--quiet", "--no-tags", "--no-recurse-submodules", "--no-write-fetch-head", depth)
-        git.run("-C", str(self._directory), "fetch", *flags, "--", self._source, *refspecs)
-
-    def _current(self, git: Git) -> Snapshot:
-        # The ref may have moved since it was asked: what was fetched counts.
-        return self._snapshot(git, self._fetched(git))
-
-    def _adopted(self, git: Git, advertised: "_Advertised") -> Snapshot:
         try:
-            if is_commit_id(advertised.name):
+            if by_id:
                 git.run("-C", str(self._directory), "update-ref", _HEAD, f"{advertised.name}^{{commit}}")
-            return self._current(git)
+            return self._snapshot(git, self._fetched(git))
         except GitFailed:
             raise RevisionMissing(f"the source has no commit {self._ref!r}") from None
 
-    def _prepare(self, git: Git, oid_length: int) -> None:
-        """An empty mirror where there is none; in an old one, nothing left of processes that were killed."""
+    def _fetch(self, git: Git, advertised: "_Advertised", depth: str, *refspecs: str) -> None:
+        """Fetches into the mirror; creates it if there is none, and cleans up after killed processes if there is one."""
         if (self._directory / "HEAD").is_file():
-            _remove_leftovers(self._directory)
-            return
-        scratch = self._directory.with_name(f"{self._directory.name}.new")
-        for half_made in (scratch, self._directory):
-            _discard(half_made)
-        object_format = "sha256" if oid_length == 64 else "sha1"
-        git.run("init", "--quiet", "--bare", "--template=", f"--object-format={object_format}", "--", str(scratch))
-        scratch.rename(self._directory)
+            # A lock file would block every later fetch, and partial packs would stay for ever.
+            for pattern in ("*.lock", "tmp_*"):
+                for leftover in list(self._directory.rglob(pattern)):
+                    _discard(leftover)
+        else:
+            scratch = self._directory.with_name(f"{self._directory.name}.new")
+            for partial in (scratch, self._directory):
+                _discard(partial)
+            object_format = "sha256" if len(advertised.commit) == 64 else "sha1"
+            git.run("init", "--quiet", "--bare", "--template=", f"--object-format={object_format}", "--", str(scratch))
+            scratch.rename(self._directory)
+        flags = ("--quiet", "--no-tags", "--no-recurse-submodules", "--no-write-fetch-head", depth)
+        git.run("-C", str(self._directory), "fetch", *flags, "--", self._source, *refspecs)
 
     def _fetched(self, git: Git) -> str:
         arguments = ("-C", str(self._directory), "rev-parse", "--verify", "--quiet", "--end-of-options")
@@ -227,7 +232,16 @@ class GitMirror:
 
     def _snapshot(self, git: Git, commit: str) -> Snapshot:
         listing = git.run("-C", str(self._directory), "ls-tree", "-r", "-z", "-l", "--full-tree", commit)
-        return Snapshot(commit, tuple(_entries(listing).values()))
+        entries: dict[str, TreeEntry] = {}
+        for record in filter(None, listing.split(b"\0")):
+            facts, _, name = record.partition(b"\t")
+            mode, _type, oid, size = facts.split()
+            kind: Kind = "submodule" if mode == b"160000" else "symlink" if mode == b"120000" else "file"
+            # Bytes that are not UTF-8 are shown as \xNN: the same every time, and storable in any database. If two names
+            # become equal that way, the first in git's order is kept.
+            path = name.decode("utf-8", "backslashreplace")
+            entries.setdefault(path, TreeEntry(path, oid.decode("ascii"), 0 if size == b"-" else int(size), kind))
+        return Snapshot(commit, tuple(entries.values()))
 
     def _read_blob(self, process: subprocess.Popen[bytes], oid: str) -> bytes:
         requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
@@ -242,22 +256,11 @@ class GitMirror:
         except BrokenPipeError:
             pass
         _discard(self._directory)
-        raise SourceUnreachable(f"the mirror has no readable blob {oid}; it is made anew by the next fetch")
-
-    @contextmanager
-    def _locked(self, git: Git) -> Iterator[None]:
-        self._directory.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(_lock_path(self._directory)) as descriptor:
-            while not try_lock(descriptor):
-                git.check()
-                time.sleep(_LOCK_POLL_SECONDS)
-            # Held by git itself too, so that a git whose parent was killed is waited for.
-            git.inherit = (descriptor,)
-            yield
+        raise SourceUnreachable(f"the mirror has no readable blob {oid}; the next fetch creates the mirror again")
 
 
 def remove_mirror(directory: Path) -> bool:
-    """Removes the mirror of a source that nobody will fetch again, its lock too; False while a fetch still holds it."""
+    """Removes the mirror of a removed repository, with its lock file; False if a fetch still holds the lock."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = _lock_path(directory)
     with lock_file(path) as descriptor:
@@ -274,14 +277,16 @@ def _lock_path(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Advertised:
+    """A full ref name, or a commit id, and the commit it stands for."""
+
     name: str
     commit: str
 
 
 def decode(content: bytes, max_bytes: int) -> str | Skip:
-    """The text of a blob, without its byte order mark, or the reason why it has none.
+    """The text of a blob, without its byte order mark, or the reason why it has no text.
 
-    UTF-8, and UTF-16 that says so by its mark; nothing is guessed.
+    Decodes UTF-8, and UTF-16 with a byte order mark; no encoding is guessed.
     """
     if len(content) > max_bytes:
         return Skip.TOO_LARGE
@@ -296,9 +301,9 @@ def decode(content: bytes, max_bytes: int) -> str | Skip:
 
 
 def matches(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a path is wanted: under some `include` pattern (none given: all are) and under no `exclude` pattern.
+    """Whether a path matches some `include` pattern (no patterns: every path does) and no `exclude` pattern.
 
-    Patterns are gitignore's: `*.py` at any depth, `/setup.py` at the root, `docs/` a whole directory, `src/**`.
+    Patterns have gitignore syntax: `*.py` at any depth, `/setup.py` at the root, `docs/` a whole directory, `src/**`.
     """
     if include and not _compiled(tuple(include)).match_file(path):
         return False
@@ -310,49 +315,8 @@ def _compiled(patterns: tuple[str, ...]) -> GitIgnoreSpec:
     return GitIgnoreSpec.from_lines(patterns)
 
 
-def _everything(advertised: "_Advertised") -> tuple[str, ...]:
-    if is_commit_id(advertised.name):
-        return ("+refs/heads/*:refs/sluicegate/heads/*", "+refs/tags/*:refs/sluicegate/tags/*")
-    return (f"+{advertised.name}:{_HEAD}",)
-
-
-def _candidates(ref: str) -> tuple[str, ...]:
-    """Full names that a ref may stand for, the preferred one first; a branch comes before a tag of its name."""
-    if not ref or is_commit_id(ref):
-        return ("HEAD",)
-    if ref == "HEAD" or ref.startswith("refs/"):
-        return (ref, f"{ref}^{{}}")
-    return (f"refs/heads/{ref}", f"refs/tags/{ref}", f"refs/tags/{ref}^{{}}")
-
-
-def _remove_leftovers(directory: Path) -> None:
-    # A lock file would refuse every later fetch, and each half-fetched pack would stay for good.
-    for pattern in ("*.lock", "tmp_*"):
-        for leftover in list(directory.rglob(pattern)):
-            _discard(leftover)
-
-
 def _discard(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _entries(listing: bytes) -> dict[str, TreeEntry]:
-    """Entries by path; should an escaped name (see `_path`) equal another file's, the first in git's order stays."""
-    entries: dict[str, TreeEntry] = {}
-    for record in listing.split(b"\0"):
-        if not record:
-            continue
-        facts, _, path = record.partition(b"\t")
-        mode, _type, oid, size = facts.split()
-        kind: Kind = "submodule" if mode == b"160000" else "symlink" if mode == b"120000" else "file"
-        entry = TreeEntry(_path(path), oid.decode("ascii"), 0 if size == b"-" else int(size), kind)
-        entries.setdefault(entry.path, entry)
-    return entries
-
-
-def _path(path: bytes) -> str:
-    # A name that is not UTF-8 is shown with its odd bytes as \xNN: always the same, and fit for any database.
-    return path.decode("utf-8", "backslashreplace")

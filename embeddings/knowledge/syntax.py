@@ -1,4 +1,4 @@
-"""Ask for a text's cuts, in processes that can be lost (docs/architecture.md, Sweep)."""
+"""Asks parser processes, which may die, where to cut a text (docs/architecture.md, Sweep)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import IO, cast
 from embeddings.knowledge import grammars
 
 _MAX_CHARACTERS = 4_000_000
-# More parsers than cores would only wait for each other, and those beyond the idle ones would be made anew each time.
+# More parsers than cores would only compete for them.
 _MAX_PROCESSES = max(2, os.cpu_count() or 2)
 
 
 def cuts(path: str, text: str, capacity: int) -> list[int]:
-    """Offsets (characters) at which syntax would part the text into at most `capacity` characters each.
+    """Offsets (in characters) at which syntax divides the text into parts of at most `capacity` characters.
 
-    Empty where nothing is known: the text cost more CPU time than it is worth, its lines are longer than parts may be
+    Empty if there is no answer: the text used up its CPU time, its lines are longer than `capacity` on average
     (minified code), or no process could be started.
     """
     if len(text) > _MAX_CHARACTERS or text.count("\n") * capacity < len(text):
         return []
     with _turns:
         try:
-            process = _living() or _Process()
+            process = _idle_process() or _Process()
         except OSError:
             return []
         offsets = process.ask(grammars.grammar_of(path), text, capacity)
@@ -40,8 +40,8 @@ def cuts(path: str, text: str, capacity: int) -> list[int]:
     return offsets or []
 
 
-def _living() -> _Process | None:
-    """An idle process, or None. Those that were killed while they had nothing to do cost no text its cuts."""
+def _idle_process() -> _Process | None:
+    """An idle process that is still alive, or None; a process that was killed while idle must cost no text its cuts."""
     with contextlib.suppress(IndexError):
         while True:
             process = _idle.pop()
@@ -52,7 +52,7 @@ def _living() -> _Process | None:
 
 
 class _Process:
-    """One parser process. It ends with its input, so that it cannot outlive whoever started it."""
+    """One parser process. It ends when its input closes, so it cannot outlive its parent."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -67,7 +67,7 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, grammar: str, text: str, capacity: int) -> list[int] | None:
-        """The offsets, or None if the process died of the question."""
+        """The offsets, or None if the process died while it parsed this text."""
         requests, answers = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         body = text.encode("utf-8")
         header = json.dumps({"grammar": grammar, "capacity": capacity, "bytes": len(body)})
@@ -80,7 +80,7 @@ class _Process:
         return json.loads(answer) if answer.endswith(b"\n") else None
 
     def close(self) -> None:
-        """Kill and reap."""
+        """Kills and reaps the process."""
         self._process.kill()
         self._process.communicate()
 

@@ -1,4 +1,4 @@
-"""Interactive embedding: a caller that waits for its vectors, and drains while its own task is still queued."""
+"""Interactive embedding: the caller waits for its vectors, and drains the queue while its own task is queued."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider
 from embeddings.runs import sweep
 from embeddings.states import TaskState
 
-# A caller's cancel must have reached the model server's socket within a second.
-_LOOK_EVERY_S = 0.25
+# A caller's cancel must reach the model server's socket within a second.
+_POLL_S = 0.25
 
 
 def embed_texts(
@@ -25,48 +25,40 @@ def embed_texts(
     texts: Sequence[str],
     *,
     generation: EmbeddingGeneration | None = None,
-    patience_ms: int | None = None,
+    timeout_ms: int | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
-    """`float32[len(texts), dimensions]`, ahead of any batch. Waits `patience_ms` (default: the query timeout) for its turn.
+    """Embeds the texts ahead of any batch; returns `float32[len(texts), dimensions]`.
 
-    Raises TaskExpired when its turn did not come, TaskRemoved when cancelled, TextRefused where the provider will not take
-    the texts, EmbeddingFailed with any other failure's own code (docs/architecture.md, Embedding). The caller hears of a
-    cancel at once, whatever the call that is out does.
+    Waits up to `timeout_ms` (default: the provider's query timeout) to be dispatched. A cancel ends the wait at once,
+    even while the call is in flight. Raises TaskExpired if the texts were not dispatched in time, TaskRemoved if
+    cancelled, TextRefused if the provider refuses the texts, and EmbeddingFailed with the code of any other failure
+    (docs/architecture.md, Embedding).
     """
     if generation is None:
         generation, _ = EmbeddingGeneration.objects.get_or_create(provider=provider, model=provider.embedding_model)
-    sendable = [_sendable(text) for text in texts]
-    task = task_queue.put_interactive(provider, generation, sendable, patience_ms or provider.query_timeout_ms)
+    # NUL and lone surrogates can be neither stored nor sent.
+    sendable = [text.replace("\0", " ").encode("utf-8", "replace").decode() for text in texts]
+    task = task_queue.put_interactive(provider, generation, sendable, timeout_ms or provider.query_timeout_ms)
     drainer: threading.Thread | None = None
     while True:
-        row = _look(task)
+        row = EmbeddingTask.objects.get(pk=task.pk)
         if row.state == TaskState.QUEUED and (drainer is None or not drainer.is_alive()):
-            drainer = _start_drainer(row)
+            # In a thread, because the call may outlive the caller's timeout.
+            drainer = threading.Thread(
+                target=_drain_until_dispatched, args=(row,), name="sluicegate-drain", daemon=True
+            )
+            drainer.start()
         elif row.settled_at is not None:
-            return _result(row)
+            return _vectors_of(row)
         if is_cancelled():
-            _cancel(task)
+            task_queue.remove_queued(codes.RUN_CANCELLED, pk=task.pk)
+            task_queue.cancel_dispatched(codes.RUN_CANCELLED, pk=task.pk)
             raise TaskRemoved
-        # The bell is the common way; the row is the truth.
-        connection.close() if not connection.in_atomic_block else None
-        delivery.wait(task.pk, _LOOK_EVERY_S)
-
-
-def _sendable(text: str) -> str:
-    """Without what neither a database nor a request can carry: NUL, and halves of surrogate pairs."""
-    return text.replace("\0", " ").encode("utf-8", "replace").decode()
-
-
-def _look(task: EmbeddingTask) -> EmbeddingTask:
-    return EmbeddingTask.objects.get(pk=task.pk)
-
-
-def _start_drainer(task: EmbeddingTask) -> threading.Thread:
-    """Runs drain steps while the task is queued, in a thread of its own: its call may outlive the caller's patience."""
-    thread = threading.Thread(target=_drain_until_dispatched, args=(task,), name="sluicegate-drain", daemon=True)
-    thread.start()
-    return thread
+        # No connection is held while waiting. The wake-up may be lost, so the row is read again in any case.
+        if not connection.in_atomic_block:
+            connection.close()
+        delivery.wait(task.pk, _POLL_S)
 
 
 def _drain_until_dispatched(task: EmbeddingTask) -> None:
@@ -78,23 +70,15 @@ def _drain_until_dispatched(task: EmbeddingTask) -> None:
         connection.close()
 
 
-def _result(row: EmbeddingTask) -> np.ndarray:
+def _vectors_of(row: EmbeddingTask) -> np.ndarray:
+    """The settled task's vectors; raises what `embed_texts` documents if it has none."""
     if row.state == TaskState.STORED:
         return delivery.decode(row.vectors)
     if row.state == TaskState.FAILED:
-        raise _failure(row)
+        message = row.error_detail or row.error_code
+        if row.error_code == TextRefused.code:
+            raise TextRefused(message)
+        raise EmbeddingFailed(message, code=row.error_code)
     if row.error_code == codes.EXPIRED:
         raise TaskExpired("the embedding provider did not come to this text in time")
     raise TaskRemoved(row.error_code)
-
-
-def _failure(row: EmbeddingTask) -> EmbeddingFailed | TextRefused:
-    said = row.error_detail or row.error_code
-    if row.error_code == TextRefused.code:
-        return TextRefused(said)
-    return EmbeddingFailed(said, code=row.error_code)
-
-
-def _cancel(task: EmbeddingTask) -> None:
-    task_queue.remove_queued(codes.RUN_CANCELLED, pk=task.pk)
-    task_queue.cancel_dispatched(codes.RUN_CANCELLED, pk=task.pk)

@@ -1,7 +1,7 @@
 """Search over one tenant's knowledge base: exact, and scoped to the tenant in the query itself.
 
-Each repository answers from its live generation, and a query is embedded with that generation's model: after a model
-change the older one answers until the newer is complete, and vectors of two models are never compared.
+Each repository is searched in its live generation, with the query embedded by that generation's model. After a model
+change the old generation is searched until the new one is complete; vectors of two models are never compared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from embeddings.vectors import VectorField
 LIMIT_MAX = 100
 QUERY_CHARACTERS_MAX = 8_000
 
+# Row ids and cosine similarities, best first.
+Ranked = list[tuple[int, float]]
+
 
 @dataclass(frozen=True)
 class SearchHit:
-    """One answer: where it stands (lines from 1, inclusive), its text, and its cosine similarity (-1 to 1)."""
+    """A chunk that was found: its place (lines from 1, inclusive), its text, and its cosine similarity (-1 to 1)."""
 
     repository: str
     path: str
@@ -37,8 +40,9 @@ class SearchHit:
 def search(
     tenant: Tenant, query: str, limit: int = 5, *, is_cancelled: Callable[[], bool] = lambda: False
 ) -> list[SearchHit]:
-    """The tenant's nearest rows, best first. Raises UsageError for an empty or oversized query or a limit out of range,
-    and what `interactive.embed_texts` raises.
+    """The tenant's nearest rows, best first.
+
+    Raises UsageError for an empty or oversized query or a limit out of range, and what `interactive.embed_texts` raises.
     """
     if not query.strip():
         raise UsageError("the query is empty: say what to look for")
@@ -46,42 +50,22 @@ def search(
         raise UsageError(f"the query is over {QUERY_CHARACTERS_MAX} characters")
     if not 1 <= limit <= LIMIT_MAX:
         raise UsageError(f"the limit must be between 1 and {LIMIT_MAX}, not {limit}")
-    ranked = [
-        _rank(tenant, generation, _embed(generation, query, is_cancelled), limit)
-        for generation in _live_generations(tenant)
-    ]
+    nearest = _nearest_in_database if connection.vendor == "postgresql" else vector_cache.nearest
+    searched = Repository.objects.filter(tenant=tenant, removed_at=None).exclude(live_generation=None)
+    generations = EmbeddingGeneration.objects.filter(
+        pk__in=searched.values("live_generation"), dimensions__isnull=False
+    )
+    ranked = []
+    for generation in list(generations.select_related("provider").order_by("-pk")):
+        vectors = interactive.embed_texts(
+            generation.provider, [query], generation=generation, is_cancelled=is_cancelled
+        )
+        ranked.append(nearest(tenant.pk, generation.pk, vectors[0], limit))
     return _hits(tenant, _interleaved(ranked)[:limit])
 
 
-def _live_generations(tenant: Tenant) -> list[EmbeddingGeneration]:
-    """The generations that the tenant's repositories answer from, newest first."""
-    live = Repository.objects.filter(tenant=tenant, removed_at=None).exclude(live_generation=None)
-    return list(
-        EmbeddingGeneration.objects.filter(pk__in=live.values("live_generation"), dimensions__isnull=False)
-        .select_related("provider")
-        .order_by("-pk")
-    )
-
-
-def _embed(generation: EmbeddingGeneration, query: str, is_cancelled: Callable[[], bool]) -> np.ndarray:
-    vectors: np.ndarray = interactive.embed_texts(
-        generation.provider, [query], generation=generation, is_cancelled=is_cancelled
-    )
-    first: np.ndarray = vectors[0]
-    return first
-
-
-Ranked = list[tuple[int, float]]
-
-
-def _rank(tenant: Tenant, generation: EmbeddingGeneration, query: np.ndarray, limit: int) -> Ranked:
-    """The generation's nearest row ids with their cosine similarities, best first."""
-    if connection.vendor == "postgresql":
-        return _rank_in_database(tenant, generation, query, limit)
-    return vector_cache.nearest(tenant.pk, generation.pk, query, limit)
-
-
-def _rank_in_database(tenant: Tenant, generation: EmbeddingGeneration, query: np.ndarray, limit: int) -> Ranked:
+def _nearest_in_database(tenant_id: int, generation_id: int, query: np.ndarray, limit: int) -> Ranked:
+    """What `vector_cache.nearest` returns, computed by pgvector."""
     distance = Func(
         "vector",
         Value(query, output_field=VectorField()),
@@ -90,16 +74,17 @@ def _rank_in_database(tenant: Tenant, generation: EmbeddingGeneration, query: np
         output_field=FloatField(),
     )
     rows = (
-        vector_cache.searchable(tenant.pk, generation.pk)
+        vector_cache.searchable(tenant_id, generation_id)
         .annotate(distance=distance)
         .order_by("distance", "pk")
         .values_list("pk", "distance")
     )
+    # The distance of a zero vector is NaN.
     return [(row_id, 1.0 - distance) for row_id, distance in rows[:limit] if distance == distance]
 
 
 def _interleaved(ranked: Sequence[Ranked]) -> Ranked:
-    """One list from several models' lists: by rank, since their scores do not compare."""
+    """Merges the models' lists by rank, because similarities of two models do not compare."""
     if len(ranked) == 1:
         return ranked[0]
     longest = max((len(one) for one in ranked), default=0)
@@ -108,16 +93,17 @@ def _interleaved(ranked: Sequence[Ranked]) -> Ranked:
 
 def _hits(tenant: Tenant, ranked: Ranked) -> list[SearchHit]:
     rows = KnowledgeRow.objects.filter(tenant=tenant, pk__in=[row_id for row_id, _ in ranked])
-    found = {row.pk: row for row in rows.select_related("repository", "version__file")}
-    return [_hit(found[row_id], score) for row_id, score in ranked if row_id in found]
-
-
-def _hit(row: KnowledgeRow, score: float) -> SearchHit:
-    return SearchHit(
-        repository=row.repository.slug,
-        path=row.version.file.path,
-        start_line=row.start_line,
-        end_line=row.end_line,
-        score=round(float(score), 4),
-        text=row.text,
-    )
+    by_id = rows.select_related("repository", "version__file").in_bulk()
+    return [
+        SearchHit(
+            repository=row.repository.slug,
+            path=row.version.file.path,
+            start_line=row.start_line,
+            end_line=row.end_line,
+            score=round(float(score), 4),
+            text=row.text,
+        )
+        for row_id, score in ranked
+        # A row may have been deleted since it was ranked.
+        if (row := by_id.get(row_id)) is not None
+    ]

@@ -1,4 +1,4 @@
-"""A tenant's searchable vectors in memory, for databases without a vector search: exact, and bounded in bytes."""
+"""Exact vector search in memory, for databases without one: a cache of each tenant's vectors, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Revisions = tuple[tuple[int, int], ...]
 
 
 def searchable(tenant_id: int, generation_id: int) -> QuerySet[KnowledgeRow]:
-    """Rows that may answer: the tenant's own, live, of repositories that answer from this generation."""
+    """The rows a search may return: the tenant's own, live, of repositories whose live generation is this one."""
     return KnowledgeRow.objects.filter(
         tenant=tenant_id,
         generation=generation_id,
@@ -60,23 +60,24 @@ _cache: OrderedDict[Key, _Matrix] = OrderedDict()
 
 
 def _matrix(tenant_id: int, generation_id: int) -> _Matrix:
+    """The cached matrix if it is of the repositories' present revisions; otherwise it is read and cached (LRU)."""
     key = (tenant_id, generation_id)
-    # Read before the rows: rows that are newer than their revision are read again, never the other way about.
-    revisions = _revisions(tenant_id, generation_id)
-    with _lock:
-        found = _cache.get(key)
-        if found is not None and found.revisions == revisions:
-            _cache.move_to_end(key)
-            return found
-    made = _read(tenant_id, generation_id, revisions)
-    with _lock:
-        _keep(key, made)
-    return made
-
-
-def _revisions(tenant_id: int, generation_id: int) -> Revisions:
+    # Read before the rows: a matrix that is newer than its revisions is read once more, an older one never served.
     repositories = Repository.objects.filter(tenant=tenant_id, removed_at=None, live_generation=generation_id)
-    return tuple(repositories.order_by("pk").values_list("pk", "knowledge_revision"))
+    revisions = tuple(repositories.order_by("pk").values_list("pk", "knowledge_revision"))
+    with _lock:
+        cached = _cache.get(key)
+        if cached is not None and cached.revisions == revisions:
+            _cache.move_to_end(key)
+            return cached
+    matrix = _read(tenant_id, generation_id, revisions)
+    with _lock:
+        _cache.pop(key, None)
+        if matrix.size <= settings.SEARCH_CACHE_BYTES:
+            _cache[key] = matrix
+        while sum(each.size for each in _cache.values()) > settings.SEARCH_CACHE_BYTES:
+            _cache.popitem(last=False)
+    return matrix
 
 
 def _read(tenant_id: int, generation_id: int, revisions: Revisions) -> _Matrix:
@@ -90,12 +91,3 @@ def _read(tenant_id: int, generation_id: int, revisions: Revisions) -> _Matrix:
         np.array([row_id for row_id, _ in rows], dtype=np.int64),
         np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0),
     )
-
-
-def _keep(key: Key, made: _Matrix) -> None:
-    _cache.pop(key, None)
-    if made.size > settings.SEARCH_CACHE_BYTES:
-        return
-    _cache[key] = made
-    while sum(matrix.size for matrix in _cache.values()) > settings.SEARCH_CACHE_BYTES:
-        _cache.popitem(last=False)

@@ -171,7 +171,7 @@ class TestG4OnlyTheFinalFailureCounts:
     def test_an_interactive_text_that_timed_out_once_is_tried_again(self, hasty_ollama: Site) -> None:
         hasty_ollama.server.next(hang(), default())
         run = start(hasty_ollama.repository("a", texts("alpha", 3)))
-        found = interactive.embed_texts(hasty_ollama.provider, ["query"], patience_ms=20_000)
+        found = interactive.embed_texts(hasty_ollama.provider, ["query"], timeout_ms=20_000)
         assert found.shape == (1, DIMENSIONS)
         assert drive(run).circuit.state == "closed"
 

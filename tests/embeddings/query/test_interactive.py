@@ -75,7 +75,7 @@ def test_it_overtakes_a_backlog_and_leaves_it_to_others(stage):
 
 
 def test_many_at_once_all_come_to_their_turn(stage):
-    callers = [Caller(stage, f"text {number}", patience_ms=20_000) for number in range(6)]
+    callers = [Caller(stage, f"text {number}", timeout_ms=20_000) for number in range(6)]
     for number, caller in enumerate(callers):
         assert np.allclose(caller.end()[0], vector_of(f"text {number}", DIMENSIONS), atol=1e-6)
     assert stage.server.peak_in_flight == 1
@@ -88,7 +88,7 @@ def test_it_waits_for_a_batch_that_is_out_and_goes_next(stage):
     stage.scan(run)
     with draining(stage):
         gate.wait_arrived()
-        caller = Caller(stage, patience_ms=20_000)
+        caller = Caller(stage, timeout_ms=20_000)
         eventually(lambda: task_queue.peek(stage.provider.pk, "fair") == interactive_task().pk)
         gate.release()
         assert len(caller.end()) == 1
@@ -103,7 +103,7 @@ class TestEnds:
     def test_its_turn_does_not_come(self, stage):
         Provider.objects.update(is_paused=True)
         with pytest.raises(TaskExpired):
-            embed(stage, patience_ms=200)
+            embed(stage, timeout_ms=200)
         assert (EmbeddingTask.objects.get().state, stage.server.embedding_calls) == (TaskState.REMOVED, [])
 
     def test_a_refusal_is_its_own_code(self, stage):
@@ -132,7 +132,7 @@ class TestEnds:
         """Another holder dispatched it and is gone: the caller takes it over once the lease has run out."""
         make_generation(stage.provider, dimensions=None)
         Provider.objects.update(is_paused=True)
-        caller = Caller(stage, patience_ms=20_000)
+        caller = Caller(stage, timeout_ms=20_000)
         task = eventually(lambda: EmbeddingTask.objects.first())
         EmbeddingTask.objects.filter(pk=task.pk).update(
             state=TaskState.DISPATCHED, slot=0, dispatch_token="gone", lease_expires_at="2000-01-01T00:00Z"
