@@ -1,8 +1,8 @@
 """The only writer of knowledge rows: versions, their rows, their vectors (docs/architecture.md, Sweep).
 
-A version goes live, and the one it replaces goes away, in one transaction, once each of its rows has a vector or a reason.
-A failing provider therefore leaves the old text searchable, never a hole. Locks: run, outcome, task, then versions in the
-order of their ids; the repository last.
+A version goes live, and the version it replaces is deleted, in one transaction, once each of its rows has a vector or a
+reason for having none. So while the provider fails, the old text stays searchable. Lock order: run, outcome, task,
+versions by id, repository.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PENDING = Q(vector=None, undeliverable_reason="")
 
 @dataclass(frozen=True)
 class Place:
-    """Where new versions belong: nothing of one tenant is ever written, read or counted for another."""
+    """Where new versions are written: one tenant, repository and generation, and the chunking rules in force."""
 
     tenant_id: int
     repository_id: int
@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ReadFile:
-    """One file as the scan read it: its chunks, or the reason why it has none."""
+    """One file that the scan has read: its chunks, or the reason why it has none."""
 
     path: str
     oid: str
@@ -48,7 +48,7 @@ class ReadFile:
 
 @dataclass(frozen=True)
 class Written:
-    """What a scan wrote: rows in all, and how many took a vector that the tenant already had."""
+    """Counts of a write: all rows, and those that reuse a vector the tenant already had."""
 
     rows: int = 0
     reused: int = 0
@@ -60,31 +60,47 @@ def text_hash(text: str) -> bytes:
 
 # --- versions -------------------------------------------------------------------------------------------------------
 def write_versions(place: Place, files: Sequence[ReadFile]) -> Written:
-    """Writes one new version per file with all its rows, in one transaction; complete ones go live at once.
+    """Writes one new version per file with all its rows, in one transaction; complete versions go live at once.
 
-    A row whose text this tenant has embedded in this generation takes that vector.
+    A row whose text this tenant has already embedded in this generation reuses that vector.
     """
     hashes = {chunk.text: text_hash(chunk.text) for read in files for chunk in read.chunks}
     with transaction.atomic():
         file_ids = _file_ids(place, [read.path for read in files])
-        # Before the unpublished predecessors go: what was embedded of them is not bought again.
+        # Before the unpublished predecessors are deleted, so that their vectors are reused.
         known = known_vectors(place.tenant_id, place.generation_id, hashes.values())
         _delete_versions(
             FileVersion.objects.filter(generation=place.generation_id, is_live=False, file__in=file_ids.values())
         )
-        versions = FileVersion.objects.bulk_create(_version(place, read, file_ids[read.path]) for read in files)
+        versions = FileVersion.objects.bulk_create(
+            FileVersion(
+                file_id=file_ids[read.path],
+                generation_id=place.generation_id,
+                blob_oid=read.oid,
+                rules=place.rules,
+                row_count=len(read.chunks),
+                skipped_reason=read.skipped_reason,
+            )
+            for read in files
+        )
         rows = [
             (version.pk, chunk, hashes[chunk.text])
             for version, read in zip(versions, files, strict=True)
             for chunk in read.chunks
         ]
-        _insert_rows(place, rows, known)
+        # Raw SQL: creating a model instance per row costs four times as much as the insert itself.
+        owner = (place.tenant_id, place.repository_id, place.generation_id)
+        values: list[Any] = [
+            (*owner, version_id, chunk.ordinal, chunk.start_line, chunk.end_line, chunk.text, hash_, known.get(hash_))
+            for version_id, chunk, hash_ in rows
+        ]
+        _execute_with_vectors(_INSERT_ROW, values, vector_at=9)
         _publish_complete(place.repository_id, [version.pk for version in versions])
     return Written(rows=len(rows), reused=sum(hash_ in known for _, _, hash_ in rows))
 
 
 def refresh_statistics() -> None:
-    """After many rows were written: PostgreSQL would otherwise plan for small tables until its own round comes."""
+    """Call after many writes: until autovacuum runs, PostgreSQL would plan queries as if the tables were small."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute(
@@ -93,7 +109,7 @@ def refresh_statistics() -> None:
 
 
 def copy_to_generation(place: Place, version_ids: Sequence[int]) -> Written:
-    """Copies live versions of another generation as pending ones of this: the model changed, the text did not."""
+    """Copies live versions of another generation as pending versions of this one, after a change of model."""
     sources = FileVersion.objects.filter(pk__in=version_ids).select_related("file").prefetch_related("rows")
     files = [
         ReadFile(
@@ -111,74 +127,56 @@ def copy_to_generation(place: Place, version_ids: Sequence[int]) -> Written:
 
 
 def delete_files(repository_id: int, file_ids: Sequence[int]) -> int:
-    """Files gone from the tree go at once, in every generation. Returns how many rows went."""
-    gone = 0
+    """Deletes files that have left the tree, in every generation. Returns the number of deleted rows."""
+    deleted = 0
     for start in range(0, len(file_ids), _CHUNK):
         some = file_ids[start : start + _CHUNK]
         with transaction.atomic():
-            gone += _delete_versions(FileVersion.objects.filter(file__in=some))
+            deleted += _delete_versions(FileVersion.objects.filter(file__in=some))
             SourceFile.objects.filter(pk__in=some).delete()
             _touch(repository_id)
-    return gone
+    return deleted
 
 
 def delete_versions(repository_id: int, version_ids: Sequence[int]) -> None:
-    """Drops versions that are obsolete before they went live."""
+    """Deletes those of the versions that are not live."""
     for start in range(0, len(version_ids), _CHUNK):
         with transaction.atomic():
             _delete_versions(FileVersion.objects.filter(pk__in=version_ids[start : start + _CHUNK], is_live=False))
 
 
 def promote_generation(repository: Repository, generation_id: int) -> bool:
-    """Search moves to the generation once it is complete for the repository, and the rows of older ones go.
+    """Moves search to the generation if it is complete for the repository, and deletes the rows of all others.
 
-    Until then search answers from the older generation: never from both, never from nothing.
+    Until then search uses the older generation alone. Returns whether the generation was promoted.
     """
-    others = FileVersion.objects.filter(file__repository=repository).exclude(generation=generation_id)
-    found = list(others.values_list("pk", flat=True))
-    if repository.live_generation_id == generation_id and not found:
+    versions = FileVersion.objects.filter(file__repository=repository)
+    others = list(versions.exclude(generation=generation_id).values_list("pk", flat=True))
+    if repository.live_generation_id == generation_id and not others:
         return False
     with transaction.atomic():
-        if _is_at_work(repository) or _has_unpublished(repository, generation_id):
+        # A later run may be working on a newer generation, which it will promote itself.
+        in_run = RepositoryOutcome.objects.filter(repository=repository, status__in=OUTCOME_UNFINISHED)
+        if in_run.exists() or versions.filter(generation=generation_id, is_live=False).exists():
             return False
-        _delete_versions(FileVersion.objects.filter(pk__in=found))
-        # The repository last, as everywhere.
+        _delete_versions(FileVersion.objects.filter(pk__in=others))
         Repository.objects.filter(pk=repository.pk).update(live_generation=generation_id)
         _touch(repository.pk)
     return True
 
 
-def _is_at_work(repository: Repository) -> bool:
-    """Whether a later run is at work on it, perhaps for a newer generation: that run promotes its own."""
-    return RepositoryOutcome.objects.filter(repository=repository, status__in=OUTCOME_UNFINISHED).exists()
-
-
-def _has_unpublished(repository: Repository, generation_id: int) -> bool:
-    return FileVersion.objects.filter(file__repository=repository, generation=generation_id, is_live=False).exists()
-
-
 def _file_ids(place: Place, paths: Sequence[str]) -> dict[str, int]:
+    """Ids of the repository's files by path; those that do not exist are created."""
     SourceFile.objects.bulk_create(
         [SourceFile(repository_id=place.repository_id, path=path) for path in paths],
         ignore_conflicts=True,
         batch_size=_CHUNK,
     )
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for start in range(0, len(paths), _CHUNK):
         some = SourceFile.objects.filter(repository=place.repository_id, path__in=paths[start : start + _CHUNK])
-        found.update(some.values_list("path", "pk"))
-    return found
-
-
-def _version(place: Place, read: ReadFile, file_id: int) -> FileVersion:
-    return FileVersion(
-        file_id=file_id,
-        generation_id=place.generation_id,
-        blob_oid=read.oid,
-        rules=place.rules,
-        row_count=len(read.chunks),
-        skipped_reason=read.skipped_reason,
-    )
+        ids.update(some.values_list("path", "pk"))
+    return ids
 
 
 _INSERT_ROW = """
@@ -186,20 +184,10 @@ INSERT INTO embeddings_knowledgerow (tenant_id, repository_id, generation_id, ve
   text, text_hash, vector, undeliverable_reason) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, '')"""
 
 
-def _insert_rows(place: Place, rows: Sequence[tuple[int, Chunk, bytes]], known: dict[bytes, np.ndarray]) -> None:
-    # By hand: making an object of each row costs four times what the database does.
-    whose = (place.tenant_id, place.repository_id, place.generation_id)
-    values: list[Any] = [
-        (*whose, version_id, chunk.ordinal, chunk.start_line, chunk.end_line, chunk.text, hash_, known.get(hash_))
-        for version_id, chunk, hash_ in rows
-    ]
-    _execute_with_vectors(_INSERT_ROW, values, vector_at=9)
-
-
 def _publish_complete(repository_id: int, version_ids: Sequence[int]) -> bool:
-    """Makes those of the versions live that have nothing pending; whether there was one.
+    """Makes those of the versions live that have no pending rows; returns whether there were any.
 
-    The caller has the versions locked, or just made them.
+    The caller has locked the versions, or has just created them.
     """
     pending_rows = KnowledgeRow.objects.filter(PENDING, version=OuterRef("pk"))
     ready = FileVersion.objects.filter(~Exists(pending_rows), pk__in=version_ids, is_live=False)
@@ -214,24 +202,24 @@ def _publish_complete(repository_id: int, version_ids: Sequence[int]) -> bool:
 
 
 def _delete_versions(versions: QuerySet[FileVersion]) -> int:
-    """Rows first: they have no dependents, so that one statement takes them all. Returns how many rows went."""
+    """Deletes the versions and their rows; returns the number of rows. Rows first, in one statement each chunk."""
     version_ids = _locked(versions)
-    gone = 0
+    deleted = 0
     for start in range(0, len(version_ids), _CHUNK):
         some = version_ids[start : start + _CHUNK]
-        gone += KnowledgeRow.objects.filter(version__in=some).delete()[0]
+        deleted += KnowledgeRow.objects.filter(version__in=some).delete()[0]
         FileVersion.objects.filter(pk__in=some).delete()
-    return gone
+    return deleted
 
 
 def _touch(repository_id: int) -> None:
-    """What search may have cached of this repository is stale."""
+    """Invalidates what search has cached of the repository."""
     Repository.objects.filter(pk=repository_id).update(knowledge_revision=F("knowledge_revision") + 1)
 
 
 # --- vectors --------------------------------------------------------------------------------------------------------
 def known_vectors(tenant_id: int, generation_id: int, hashes: Iterable[bytes]) -> dict[bytes, np.ndarray]:
-    """Vectors that this tenant already has for these texts in this generation."""
+    """The vectors that this tenant already has in this generation for these text hashes."""
     wanted = list(set(hashes))
     known: dict[bytes, np.ndarray] = {}
     for start in range(0, len(wanted), _CHUNK):
@@ -247,21 +235,21 @@ def known_vectors(tenant_id: int, generation_id: int, hashes: Iterable[bytes]) -
 
 
 def write_vectors(repository_id: int, rows: Sequence[tuple[int, np.ndarray]]) -> int:
-    """Gives rows their vectors and publishes the versions that this completes; inside the caller's transaction.
+    """Stores the rows' vectors and publishes the versions that this completes, inside the caller's transaction.
 
-    Returns how many rows took one: a row that has gone, or has a vector already, takes none.
+    Returns the number of rows updated: one that was deleted, or already has a vector, is left alone.
     """
-    row_ids = [row_id for row_id, _ in rows]
-    versions = _locked_versions(row_ids)
-    taken = _update_vectors(rows)
+    versions = _locked_versions([row_id for row_id, _ in rows])
+    update = "UPDATE embeddings_knowledgerow SET vector = %s WHERE id = %s AND vector IS NULL"
+    updated = _execute_with_vectors(update, [(vector, row_id) for row_id, vector in rows], vector_at=0)
     published = _publish_complete(repository_id, versions)
     if not published and FileVersion.objects.filter(pk__in=versions, is_live=True).exists():
         _touch(repository_id)
-    return taken
+    return updated
 
 
 def mark_undeliverable(repository_id: int, row_ids: Sequence[int], reason: str) -> None:
-    """Rows whose text the provider refuses for good: listed with the reason, their version may go live without them."""
+    """Marks rows whose text the provider refuses, with its reason; their version may go live without their vectors."""
     versions = _locked_versions(row_ids)
     KnowledgeRow.objects.filter(PENDING, pk__in=row_ids).update(undeliverable_reason=reason[:500] or "refused")
     _publish_complete(repository_id, versions)
@@ -270,54 +258,47 @@ def mark_undeliverable(repository_id: int, row_ids: Sequence[int], reason: str) 
 def retry_undeliverable(repository: Repository) -> int:
     """Makes the repository's undeliverable rows pending again, for the next sweep. Returns how many.
 
-    Their versions stay live meanwhile: the next sweep embeds the rows where they stand.
+    Their versions stay live meanwhile.
     """
     rows = KnowledgeRow.objects.filter(repository=repository, vector=None).exclude(undeliverable_reason="")
     return rows.update(undeliverable_reason="", task=None)
 
 
 def learn_dimensions(generation_id: int, found: int) -> None:
-    """The first reply decides a generation's dimensions; raises DimensionMismatch where a later one differs."""
-    known = EmbeddingGeneration.objects.values_list("dimensions", flat=True)
-    settled = known.get(pk=generation_id)
-    if settled is None:
+    """The first reply decides a generation's dimensions; raises DimensionMismatch if a later reply differs."""
+    dimensions = EmbeddingGeneration.objects.values_list("dimensions", flat=True)
+    expected = dimensions.get(pk=generation_id)
+    if expected is None:
         EmbeddingGeneration.objects.filter(pk=generation_id, dimensions=None).update(dimensions=found)
-        settled = known.get(pk=generation_id)
-    if settled != found:
-        raise DimensionMismatch(f"the reply has {found} dimensions, this generation has {settled}")
+        expected = dimensions.get(pk=generation_id)
+    if expected != found:
+        raise DimensionMismatch(f"the reply has {found} dimensions, this generation has {expected}")
 
 
 def _locked_versions(row_ids: Sequence[int]) -> list[int]:
-    """Locks the rows' versions in the order of their ids: two batches of one file see each other's vectors."""
+    """Locks the rows' versions, by id, so that two batches of one file see each other's vectors."""
     version_ids = KnowledgeRow.objects.filter(pk__in=row_ids).values("version")
     return _locked(FileVersion.objects.filter(pk__in=version_ids))
 
 
 def _locked(versions: QuerySet[FileVersion]) -> list[int]:
-    """Versions before their rows, whoever writes or deletes them: that is the order of locks."""
+    """Locks the versions, by id, before their rows are written or deleted; returns the ids."""
     ordered = versions.order_by("pk")
     if connection.vendor == "postgresql":
         ordered = ordered.select_for_update(no_key=True, of=("self",))
     return list(ordered.values_list("pk", flat=True))
 
 
-def _update_vectors(rows: Sequence[tuple[int, np.ndarray]]) -> int:
-    update = "UPDATE embeddings_knowledgerow SET vector = %s WHERE id = %s AND vector IS NULL"
-    return _execute_with_vectors(update, [(vector, row_id) for row_id, vector in rows], vector_at=0)
-
-
 def _execute_with_vectors(statement: str, values: list[Any], vector_at: int) -> int:
-    """Runs the statement for each tuple of values, one of which is a vector or None; returns the affected rows."""
+    """Runs the statement for each tuple of values, which has a vector or None at `vector_at`; returns affected rows."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             bind_in_binary(cursor)
         else:
-            values = [_for_database(each, vector_at) for each in values]
+            at = vector_at
+            values = [
+                each if each[at] is None else (*each[:at], database_value(each[at], connection), *each[at + 1 :])
+                for each in values
+            ]
         cursor.executemany(statement, values)
         return int(cursor.rowcount)
-
-
-def _for_database(values: tuple[Any, ...], vector_at: int) -> tuple[Any, ...]:
-    vector = values[vector_at]
-    stored = None if vector is None else database_value(vector, connection)
-    return (*values[:vector_at], stored, *values[vector_at + 1 :])

@@ -138,7 +138,7 @@ CALL_MUTATIONS = (
         "a reply of other dimensions is stored",
         "-",
         "embeddings/knowledge/store.py",
-        "    if settled != found:\n",
+        "    if expected != found:\n",
         "    if False:\n",
         (CASES, "-k", "dimensions"),
     ),
