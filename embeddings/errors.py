@@ -1,38 +1,38 @@
-"""Sluicegate's error vocabulary, as one tree. Each error carries a machine code; nothing is classified by its text.
+"""All of Sluicegate's errors, as one tree. Each has a machine code; no error is classified by its text.
 
-Provider timeouts stand apart, in `embeddings.timeouts`: they alone may open a circuit.
+Provider timeouts are defined in `embeddings.timeouts`: only they may open a circuit.
 """
 
 from __future__ import annotations
 
 
 class SluicegateError(Exception):
-    """Base of everything Sluicegate raises on purpose."""
+    """Base class of the errors that Sluicegate raises."""
 
     code: str = "SLUICEGATE_ERROR"
 
 
-# --- what a caller asked for cannot be done ------------------------------------------------------------------------
+# --- requests that cannot be fulfilled -----------------------------------------------------------------------------
 class UsageError(SluicegateError):
-    """The request is wrong: the message names what, and what to do."""
+    """The request is wrong; the message says what is wrong and how to correct it."""
 
     code = "USAGE"
 
 
 class DispatchNotAllowed(SluicegateError):
-    """The run takes no more embedding tasks: its circuit is open, or it was cancelled."""
+    """The run accepts no more embedding tasks: its circuit is open, or it was cancelled."""
 
     code = "DISPATCH_NOT_ALLOWED"
 
 
 class TaskExpired(SluicegateError):
-    """An interactive text was not embedded within its caller's patience."""
+    """Interactive texts were not dispatched within their caller's timeout."""
 
     code = "EMBEDDING_QUEUE_EXPIRED"
 
 
 class EmbeddingFailed(SluicegateError):
-    """An interactive text could not be embedded; `code` is the failure's own."""
+    """Interactive texts could not be embedded; `code` is the code of the failure."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class TaskRemoved(SluicegateError):
 class ProviderError(SluicegateError):
     """A call to a model server failed, other than by a provider timeout.
 
-    `status` is the HTTP status where there was one; `detail` is bounded and scrubbed; `calls` counts HTTP requests.
+    `status` is the HTTP status, if there was one; `calls` counts HTTP requests. The message is bounded and scrubbed.
     """
 
     code = "PROVIDER_ERROR"
@@ -61,7 +61,7 @@ class ProviderError(SluicegateError):
 
 
 class ProviderConfigurationError(ProviderError):
-    """The provider's configuration cannot work: a named key that is not set, a cap that makes no sense."""
+    """The provider's configuration cannot work: its key variable is not set, or its cap is invalid."""
 
     code = "PROVIDER_CONFIGURATION"
 
@@ -73,17 +73,17 @@ class ProviderUnauthorized(ProviderError):
 
 
 class ProviderUnreachable(ProviderError):
-    """No connection: refused, reset, or closed without an answer."""
+    """The connection was refused, reset, or closed without a reply."""
 
     code = "PROVIDER_UNREACHABLE"
 
 
 class KeptConnectionLost(ProviderUnreachable):
-    """A connection that an earlier request had left open was closed as it was used again: says nothing about the server."""
+    """A kept-alive connection was closed just as it was used again, which says nothing about the server's health."""
 
 
 class ProviderBusy(ProviderError):
-    """The provider asks for patience (429, 503). `retry_after_ms` is its own wish, where it said one."""
+    """The provider is busy (429, 503). `retry_after_ms` is its Retry-After, if it sent one."""
 
     code = "PROVIDER_BUSY"
 
@@ -99,42 +99,42 @@ class ModelNotLoaded(ProviderError):
 
 
 class TextRefused(ProviderError):
-    """A refusal that may be tied to one text of the batch (400, 413, 422; below: what may be the server's own fault)."""
+    """A refusal that one text of the batch may have caused (400, 413, 422); its subclasses may be the server's own fault."""
 
     code = "PROVIDER_TEXT_REFUSED"
 
 
 class ServerFailed(TextRefused):
-    """A 500: some servers answer it to a text that is too long for them."""
+    """A 500, which some servers return for a text that is too long."""
 
     code = "PROVIDER_SERVER_FAILED"
 
 
 class ReplyNotFinite(TextRefused):
-    """A 200 whose vectors hold NaN, infinity or null."""
+    """A 200 whose vectors contain NaN, infinity or null."""
 
     code = "PROVIDER_REPLY_NOT_FINITE"
 
 
 class ReplyRefused(ProviderError):
-    """A 200 that cannot be bound to its texts: wrong count, bad indices, empty, not an embedding reply."""
+    """A 200 whose vectors cannot be matched to the texts: wrong count, bad indices, empty, not an embedding reply."""
 
     code = "PROVIDER_REPLY_REFUSED"
 
 
 class DimensionMismatch(ReplyRefused):
-    """Vectors of another dimension than the generation's."""
+    """Vectors whose dimension differs from the generation's."""
 
     code = "PROVIDER_DIMENSION_MISMATCH"
 
 
 class OwnTimeout(ProviderError):
-    """Our own waiting ran out (connection pool, loop): says nothing about the provider."""
+    """A timeout of our own (connection pool, event loop), which says nothing about the provider."""
 
     code = "OWN_TIMEOUT"
 
 
 class UnexpectedStatus(ProviderError):
-    """Any other answer than 200."""
+    """Any other status than 200."""
 
     code = "PROVIDER_STATUS"

@@ -1,7 +1,7 @@
-"""What Sluicegate keeps (docs/architecture.md, Data and states).
+"""The tables of the knowledge base and its sweeps (docs/architecture.md, Data and states).
 
-Models hold facts and constraints. Their transitions are compare-and-set verbs elsewhere: `circuit`, `task_queue`,
-`sweep` and `knowledge.store`. Facts (runs, outcomes, tasks) protect what they speak of; nothing cascades into them.
+Models hold facts and constraints. Transitions are compare-and-set functions in `embeddings.runs`, `embeddings.dispatch`
+and `knowledge.store`. Facts (runs, outcomes, tasks) protect the rows they refer to, and no deletion cascades into them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _budget = [MinValueValidator(-(2**31)), MaxValueValidator(2**31 - 1)]
 
 
 def a_lease_from_now() -> datetime:
-    """Until when something new counts as attended."""
+    """When the first lease of a new row ends."""
     return timezone.now() + timedelta(milliseconds=settings.LEASE_MS)
 
 
@@ -84,7 +84,7 @@ class Provider(models.Model):
         return self.name
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Every save is a new revision, so that whoever is at work with the former configuration reads it anew."""
+        """Increments the revision, so that processes that use the previous configuration read it again."""
         self.revision += 1
         super().save(*args, **kwargs)
 
@@ -209,7 +209,7 @@ class RunCircuit(models.Model):
 
 
 class RepositoryOutcome(models.Model):
-    """What one run did for one repository; decided once. The tenant and slug stand as text, too: facts outlive rows."""
+    """What one run did for one repository; decided once. Tenant and slug are copied as text, to outlive their rows."""
 
     run = models.ForeignKey(TenantRun, models.PROTECT, related_name="outcomes")
     repository = models.ForeignKey(Repository, models.PROTECT, related_name="outcomes")
@@ -233,7 +233,8 @@ class RepositoryOutcome(models.Model):
     scan_lease_expires_at = models.DateTimeField(null=True, blank=True)
     scan_losses = models.PositiveIntegerField(default=0)
     last_dispatched_at = models.DateTimeField(null=True, blank=True)
-    # Totals and schedule follow a decision, outside its transaction: one that opens a circuit decides many outcomes.
+    # Totals and schedule are written after the decision, in another transaction: opening a circuit decides many outcomes
+    # at once.
     is_recorded = models.BooleanField(default=False)
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
@@ -261,7 +262,7 @@ class EmbeddingTask(models.Model):
     priority = models.PositiveSmallIntegerField(choices=TaskPriority, default=TaskPriority.BATCH)
     run = models.ForeignKey(TenantRun, models.PROTECT, null=True, blank=True, related_name="tasks")
     outcome = models.ForeignKey(RepositoryOutcome, models.PROTECT, null=True, blank=True, related_name="tasks")
-    # The batch that a refused one was split from, whole again: its first ancestor.
+    # The original batch, from which refused batches were split.
     split_from = models.ForeignKey("self", models.SET_NULL, null=True, blank=True, related_name="halves")
     texts = models.JSONField(null=True, blank=True)
     text_count = models.PositiveIntegerField(default=0)
@@ -286,7 +287,7 @@ class EmbeddingTask(models.Model):
 
     class Meta:
         constraints = [
-            # The database itself refuses a dispatch too many.
+            # The database itself refuses to dispatch more tasks than there are slots.
             models.UniqueConstraint(fields=["provider", "slot"], name="one_task_per_slot")
         ]
         indexes = [
@@ -312,7 +313,7 @@ class SourceFile(models.Model):
 
 
 class FileVersion(models.Model):
-    """One content of one file in one generation, cut under `rules`. No `row_count` says: half-made, its last row is missing."""
+    """One content of one file in one generation, chunked under `rules`; `row_count` is null until all rows are written."""
 
     file = models.ForeignKey(SourceFile, models.CASCADE, related_name="versions")
     generation = models.ForeignKey(EmbeddingGeneration, models.PROTECT, related_name="+")

@@ -57,7 +57,7 @@ class TaskPriority(IntegerChoices):
 
 
 class TaskState(IntegerChoices):
-    """Whole numbers, because the lane's index is ordered by them."""
+    """Integers, because the index that admission reads is ordered by state."""
 
     QUEUED = 0
     DISPATCHED = 1

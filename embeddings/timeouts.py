@@ -1,7 +1,7 @@
-"""The timeout contract: which errors are provider timeouts, and how the owner of a run hears of one.
+"""The timeout contract: which errors are provider timeouts, and how the owner of a run is notified of one.
 
 One predicate and one notification serve every local provider kind (docs/architecture.md, Timeout contract). This module
-is a leaf: it owns no circuit, knows none, and cannot invent a circuit's reason.
+imports nothing of Sluicegate: it knows no circuit, and cannot invent a circuit's reason.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ class OpenAICompatibleRequestTimeout(ProviderTimeoutError):
 
 
 def is_provider_timeout(error: object) -> bool:
-    """Whether the error carries exactly one of the four codes. Never raises.
+    """Whether the error's code is exactly one of the four. Never raises.
 
-    Deliberately no `isinstance(error, TimeoutError)`: database drivers and our own pools raise those.
+    There is no `isinstance(error, TimeoutError)`, because database drivers and our own pools raise TimeoutError too.
     """
     try:
         code = getattr(error, "code", None)
-    except Exception:  # A property that raises is no code, and the predicate never raises.
+    except Exception:  # `code` may be any property; one that raises is not one of the four codes.
         return False
     return type(code) is str and code in PROVIDER_TIMEOUT_CODES
 
 
 def notify_provider_timeout(error: BaseException, on_provider_timeout: OnProviderTimeout | None) -> bool:
-    """Calls the owner's callback now, synchronously, if the error is a provider timeout; says whether it was called.
+    """Calls the owner's callback synchronously if the error is a provider timeout; returns whether it was called.
 
-    The caller still holds the slot, so nothing is dispatched until this returns. An exception of the callback never
-    replaces the source error. If the callback raised before it opened its circuit, dispatch is not suppressed.
+    The caller still holds the slot, so nothing is dispatched until this returns. An exception of the callback is logged
+    and never replaces the source error. If the callback raised before it opened its circuit, dispatch goes on.
     """
     if on_provider_timeout is None or not is_provider_timeout(error):
         return False
     try:
         on_provider_timeout(error)
     except Exception as raised:
-        # Whatever the owner's code raises, the source error stands and the slot must come free.
+        # The callback may raise anything; the caller must still free its slot and report the source error.
         logger.error("on_provider_timeout raised %s", type(raised).__name__)
     return True

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class VectorField(models.Field):  # type: ignore[type-arg]
-    """Holds `float32[dimensions]`; the dimension may differ from row to row (each generation has its own)."""
+    """Holds `float32[dimensions]`; each generation has its own number of dimensions."""
 
     description = "An embedding vector"
 
@@ -29,20 +29,20 @@ class VectorField(models.Field):  # type: ignore[type-arg]
 
 
 def database_value(vector: np.ndarray, connection: BaseDatabaseWrapper) -> Any:
-    """The vector as this database takes it, for raw statements too."""
+    """The vector as a statement parameter for this database."""
     array = np.ascontiguousarray(vector, dtype=np.float32)
     return Vector(array).to_text() if connection.vendor == "postgresql" else array.tobytes()
 
 
 def bind_in_binary(cursor: CursorWrapper) -> None:
-    """Lets this PostgreSQL cursor take vectors as arrays: writing them out as text costs more than storing them."""
+    """Makes this PostgreSQL cursor send arrays in binary: formatting them as text costs more than storing them."""
     from pgvector.psycopg.vector import VectorBinaryDumper
 
     cursor.adapters.register_dumper(np.ndarray, VectorBinaryDumper)
 
 
 def read_value(value: Any) -> np.ndarray:
-    """`float32[dimensions]` from what the database gave."""
+    """`float32[dimensions]` from the database's value."""
     if isinstance(value, str):
         return np.fromstring(value[1:-1], sep=",", dtype=np.float32)
     return np.frombuffer(value, dtype=np.float32)
