@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME...]`: each benchmark in a process and on a stage of its own; one table at the end."""
+"""`python -m benchmarks [NAME...]`: runs each benchmark in its own process and sandbox, and prints one table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.row import Row, as_markdown, from_json
-from benchmarks.stage import POSTGRESQL, SQLITE, open_stage
+from benchmarks.sandbox import POSTGRESQL, SQLITE, open_sandbox
 from project.local.processes import CHECKOUT, end
 
-# Module, the databases it is run on, and what its stage is told.
+# For each module: the databases it runs on, and the settings of its sandbox.
 BENCHMARKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "lane": ((SQLITE, POSTGRESQL), {}),
     "scan": ((SQLITE,), {}),
@@ -31,7 +30,14 @@ _BEFORE, _AFTER = "<!-- the table -->\n", "<!-- its end -->"
 
 
 def main() -> int:
-    options = _options()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *BENCHMARKS], metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}"
+    )
+    parser.add_argument("--database", choices=(SQLITE, POSTGRESQL))
+    parser.add_argument("--json", type=Path, default=CHECKOUT / "var" / "bench" / "results.json")
+    parser.add_argument("--docs", action="store_true", help=f"put the table into {_PAGE.relative_to(CHECKOUT)}")
+    options = parser.parse_args()
     rows: list[Row] = []
     started = time.monotonic()
     failed = []
@@ -44,49 +50,30 @@ def main() -> int:
                 rows += found
                 for row in found:
                     print("  ".join(row.cells()), flush=True)
-    _keep(options.json, rows)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"cores": os.cpu_count(), "rows": [row.as_json() for row in rows]}, indent=2))
     if options.docs:
-        _write_table(as_markdown(rows))
+        before, _, rest = _PAGE.read_text().partition(_BEFORE)
+        _PAGE.write_text(f"{before}{_BEFORE}{as_markdown(rows)}\n{_AFTER}{rest.partition(_AFTER)[2]}")
     print(f"\n{as_markdown(rows)}\n\n{time.monotonic() - started:.0f} s; the numbers are in {options.json}")
     for each in failed:
         print(f"NOT MEASURED: {each}")
     return 1 if failed else 0
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "names", nargs="*", choices=[[], *BENCHMARKS], metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}"
-    )
-    parser.add_argument("--database", choices=(SQLITE, POSTGRESQL))
-    parser.add_argument("--json", type=Path, default=CHECKOUT / "var" / "bench" / "results.json")
-    parser.add_argument("--docs", action="store_true", help=f"put the table into {_PAGE.relative_to(CHECKOUT)}")
-    return parser.parse_args()
-
-
 def _run(name: str, database: str, settings: dict[str, str]) -> list[Row]:
-    """The benchmark's rows, from a process that is given up after some minutes; none if it failed."""
-    with open_stage(database, settings) as environ:
+    """The benchmark's rows; none if its process failed, or was ended after ten minutes."""
+    with open_sandbox(database, settings) as environ:
         results = Path(environ["VAR_DIR"]) / "rows.json"
-        command = [sys.executable, "-m", "benchmarks.on_stage", name, database, str(results)]
+        command = [sys.executable, "-m", "benchmarks.run_one", name, database, str(results)]
         process = subprocess.Popen(command, cwd=CHECKOUT, env=environ)
         try:
             process.wait(_LONGEST_S)
         except subprocess.TimeoutExpired:
-            print(f"{name} on {database}: given up after {_LONGEST_S} s", file=sys.stderr)
+            print(f"{name} on {database}: ended after {_LONGEST_S} s", file=sys.stderr)
         finally:
             end(process)
         return [from_json(each) for each in json.loads(results.read_text())] if results.exists() else []
-
-
-def _write_table(table: str) -> None:
-    before, _, rest = _PAGE.read_text().partition(_BEFORE)
-    _PAGE.write_text(f"{before}{_BEFORE}{table}\n{_AFTER}{rest.partition(_AFTER)[2]}")
-
-
-def _keep(path: Path, rows: Sequence[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"cores": os.cpu_count(), "rows": [row.as_json() for row in rows]}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`python -m benchmarks.chat_client BASE_URL MODEL STREAMS READER [OVER LONGEST]`: streams of one chat server at the
 same time, started evenly over OVER seconds (0) and given up LONGEST seconds after the first (600).
 
-READER is `sdk`, the official client's own loop, or `raw`, which costs so little that the server under it can be seen.
-The key is read from BENCH_CHAT_KEY. Prints one JSON object: what every stream saw, by `chat_server`'s time stamps.
+READER is `sdk`, the official client's own loop, or `raw`, which uses so little CPU that it does not limit the server.
+The key is read from BENCH_CHAT_KEY. Prints one JSON object: the timings of every stream, by `chat_server`'s time stamps.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _QUESTION = "How does the lane decide?"
 
 
 @dataclass
-class Seen:
-    """One stream: seconds to its first text and to its end, each delta's milliseconds on the way, what went wrong."""
+class StreamTimes:
+    """One stream: seconds to its first text and to its end, each delta's delay in milliseconds, and its error."""
 
     first_s: float | None = None
     total_s: float = 0.0
     delays_ms: list[float] = field(default_factory=list)
-    error: str = "given up"
+    error: str = "not finished in time"
 
-    def take(self, text: str, began: float) -> None:
+    def add(self, text: str, began: float) -> None:
         now = time.monotonic_ns()
         for stamp in _STAMP.findall(text):
             self.delays_ms.append(round((now - int(stamp)) / 1e6, 2))
@@ -52,8 +52,8 @@ def main() -> None:
     print(json.dumps({"seconds": time.monotonic() - began, "streams": [asdict(each) for each in seen]}))
 
 
-async def _all(texts: Texts, streams: int, over_s: float, longest_s: float) -> list[Seen]:
-    seen = [Seen() for _ in range(streams)]
+async def _all(texts: Texts, streams: int, over_s: float, longest_s: float) -> list[StreamTimes]:
+    seen = [StreamTimes() for _ in range(streams)]
     each = [_one(texts, one, over_s * number / streams) for number, one in enumerate(seen)]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(longest_s):
@@ -61,14 +61,14 @@ async def _all(texts: Texts, streams: int, over_s: float, longest_s: float) -> l
     return seen
 
 
-async def _one(texts: Texts, seen: Seen, after_s: float) -> None:
+async def _one(texts: Texts, seen: StreamTimes, after_s: float) -> None:
     await asyncio.sleep(after_s)
     began = time.monotonic()
     try:
         async for text in texts():
-            seen.take(text, began)
+            seen.add(text, began)
         seen.error = ""
-    except Exception as error:  # Whatever it is: it is counted.
+    except Exception as error:  # Any error is a result of this stream, and is reported.
         seen.error = f"{type(error).__name__}: {error}"[:200]
     seen.total_s = time.monotonic() - began
 

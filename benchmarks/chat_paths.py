@@ -1,7 +1,7 @@
-"""Ways from an OpenAI client to the benchmarks' chat server: straight, through Sluicegate, through the LiteLLM proxy.
+"""Paths from an OpenAI client to the benchmarks' chat server: direct, through Sluicegate, through the LiteLLM proxy.
 
-Each is a context manager over processes of its own, as its users would start them: Sluicegate's by the Procfile, the
-proxy's by its own command with as many workers as there are cores.
+Each path is a context manager that starts its processes as users would: Sluicegate's by the Procfile, the proxy's by its
+own command with as many workers as there are cores.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 from honcho.environ import parse_procfile
 
-from benchmarks.environments import bin_of
-from benchmarks.stage import serving, var_dir
+from benchmarks.sandbox import serving, var_dir
+from benchmarks.virtualenvs import bin_of
 from embeddings import registry
 from embeddings.models import Tenant
 from project.local.processes import CHECKOUT, background, within
@@ -39,7 +39,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class ChatPath:
-    """Where a client finds the way, and the processes it leads through."""
+    """The address for clients, and the processes between client and model server."""
 
     name: str
     base_url: str
@@ -48,7 +48,7 @@ class ChatPath:
     processes: tuple[psutil.Process, ...] = ()
 
     def stream(self, streams: int, reader: str, *times: float) -> dict[str, Any]:
-        """So many streams at the same time, by a client in a process of its own: what `chat_client` prints."""
+        """Reads this many streams at once in a client process; returns what `chat_client` prints."""
         words = [sys.executable, "-m", "benchmarks.chat_client", self.base_url, self.model, str(streams), reader]
         words += map(str, times)
         done = subprocess.run(
@@ -62,7 +62,7 @@ class ChatPath:
         return dict(json.loads(done.stdout))
 
     def usage(self) -> tuple[float, float]:
-        """Seconds of processor time that its processes have had, and the megabytes of memory that are theirs alone."""
+        """CPU seconds that the processes have used so far, and their unshared memory in megabytes."""
         all_of_them = [each for process in self.processes for each in (process, *process.children(recursive=True))]
         cpu_s = sum(sum(each.cpu_times()[:2]) for each in all_of_them)
         return cpu_s, sum(each.memory_full_info().uss for each in all_of_them) / 1e6
@@ -79,7 +79,7 @@ def straight(server: str) -> contextlib.AbstractContextManager[ChatPath]:
 
 @contextlib.contextmanager
 def sluicegate(server: str) -> Iterator[ChatPath]:
-    """Web and chat worker as the Procfile starts them, a tenant, its key."""
+    """The Procfile's web process and chat worker, with a tenant and its key."""
     values = {"kind": "openai-compatible", "base_url": f"{server}/v1", "chat_model": "bench"}
     number = next(_numbers)
     provider = registry.set_provider(f"chat-{number}", values).provider
@@ -93,7 +93,7 @@ def sluicegate(server: str) -> Iterator[ChatPath]:
 
 @contextlib.contextmanager
 def litellm(server: str) -> Iterator[ChatPath]:
-    """The LiteLLM proxy in an environment of its own, told to say as little as it can."""
+    """The LiteLLM proxy in its own virtual environment, with as little logging as it allows."""
     program = bin_of("litellm", [LITELLM]) / "litellm"
     config, port = var_dir() / "litellm.json", unused_port()
     target = {"model": "openai/bench", "api_base": f"{server}/v1", "api_key": "none"}
@@ -121,7 +121,7 @@ def _procfile(name: str, **environ: str) -> Iterator[psutil.Process]:
 
 
 def _await_ready(path: ChatPath) -> None:
-    """Until answers have come through it, many at once and more than once: every pool and every thread is there."""
+    """Waits until many answers at once have come through twice, so that every pool and thread has been created."""
     assert within(lambda: _answers(path), _READY_S), f"{path.name} does not answer"
     deadline = time.monotonic() + _READY_S
     warm = 0

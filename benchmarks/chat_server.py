@@ -1,8 +1,8 @@
-"""`python -m benchmarks.chat_server --chunks N --interval S`: a model server that costs as little as it can.
+"""`python -m benchmarks.chat_server --chunks N --interval S`: a model server that uses as little CPU as it can.
 
-It answers every chat completion with N text deltas, each the moment at which it was sent, so that a client on this
-machine can tell how long it was on its way. Without an interval the deltas go out as fast as the reader takes them,
-every stream's in turn. Prints its address.
+It answers every chat completion with N text deltas. Each holds the time at which it was sent, so that a client on the
+same machine can measure its delay. Without an interval, deltas are sent as fast as the client reads them, one stream
+after another in turn. Prints its address.
 """
 
 from __future__ import annotations

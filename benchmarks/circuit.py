@@ -1,8 +1,8 @@
-"""A model server that has gone silent: how many calls it still gets after the first final timeout.
+"""How many calls a silent model server still gets after the first final timeout.
 
-Sluicegate with 50 repositories queued, beside the sequential indexing loops that LangChain's and LlamaIndex's own
-embedding classes make, over 4 repositories with their default retries. Each server's own log counts. The loops get a
-short client timeout and are stopped after a while, so that the benchmark ends: left alone, they would go on.
+Sluicegate, with 50 repositories queued, is compared with sequential indexing loops over 4 repositories that use
+LangChain's and LlamaIndex's embedding classes with their default retries. The calls are counted by each server's log.
+The loops get a short client timeout and are stopped after a while, because they would otherwise go on.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks import material
-from benchmarks.environments import bin_of
+from benchmarks import workload
 from benchmarks.row import Row
-from benchmarks.runs import await_end
-from benchmarks.stage import scripted_server, var_dir, worker
+from benchmarks.sandbox import scripted_server, var_dir, worker
+from benchmarks.virtualenvs import bin_of
 from embeddings import codes, registry
 from embeddings.models import RepositoryOutcome
 from embeddings.runs import sweep
@@ -58,25 +57,25 @@ def run(database: str) -> list[Row]:
 
 
 def _sweep_of_a_silent_server() -> int:
-    """How many calls the server got in a run of a worker over repositories that were all queued when it began."""
-    source = material.git_repository("small", {f"part{n}.txt": f"words of part {n}\n".encode() for n in range(64)})
+    """The number of calls in a worker's run over repositories that were all queued before the first call."""
+    source = workload.git_repository("small", {f"part{n}.txt": f"words of part {n}\n".encode() for n in range(64)})
     with scripted_server("--hang") as server, worker():
-        provider = material.provider(server, is_paused=True, embedding_timeout_ms=1_000)
-        tenants = [material.tenant(provider) for _ in range(REPOSITORIES)]
-        repositories = [material.repository(tenant, source) for tenant in tenants]
+        provider = workload.provider(server, is_paused=True, embedding_timeout_ms=1_000)
+        tenants = [workload.tenant(provider) for _ in range(REPOSITORIES)]
+        repositories = [workload.repository(tenant, source) for tenant in tenants]
         (started,) = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=REPOSITORIES)
         outcomes = RepositoryOutcome.objects.filter(run=started)
         queued = outcomes.filter(status=OutcomeStatus.EMBEDDING)
         assert within(lambda: queued.count() == REPOSITORIES, 60.0), "not all repositories came to be queued"
         registry.resume_provider(provider)
-        await_end([started])
+        workload.await_end([started])
         spared = outcomes.filter(error_code=codes.CIRCUIT_OPEN).count()
         assert spared == REPOSITORIES - 1, f"{spared} repositories were spared"
         return int(server.log()["embedding_calls"])
 
 
 def _loop(python: Path, library: str) -> tuple[int, str]:
-    """The calls that the server got from the loop, and how far that had come when it ended or was stopped."""
+    """The number of calls that the loop made, and how far it had come when it ended or was stopped."""
     with scripted_server("--hang") as server:
         words = [library, server.base_url, str(_LOOP_REPOSITORIES), str(_LOOP_TIMEOUT_S)]
         script = CHECKOUT / "benchmarks" / "naive_loop.py"

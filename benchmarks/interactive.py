@@ -1,6 +1,6 @@
-"""A search's embedding beside a sweep on the same lane, and a sweep beside searches that never end.
+"""The embedding of a search beside a sweep on the same lane, and a sweep beside endless searches.
 
-What each waited for is read from the tasks' own times; `LANE_BATCH_MAX_WAIT_MS` is 1 s here, to keep it short.
+Waiting times are read from the tasks' rows. `LANE_BATCH_MAX_WAIT_MS` is 1 s here, to keep the benchmark short.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import pairwise
 from django.conf import settings
 from django.db import connection
 
-from benchmarks import material
+from benchmarks import workload
 from benchmarks.row import Row
-from benchmarks.stage import scripted_server, worker
+from benchmarks.sandbox import scripted_server, worker
 from embeddings.models import EmbeddingTask, Provider, Repository, TenantRun
 from embeddings.query import interactive
 from embeddings.runs import sweep
@@ -31,7 +31,7 @@ BATCHES_TARGET = 2
 _BYTES = 1_600_000
 _CALLERS = 4
 _FLOOD_S = 6.0
-# Two moments of the rows nearer than this are the same: each process's clock is read apart from the database's.
+# Times that differ by less count as equal: processes and the database read the clock independently.
 _SAME = timedelta(milliseconds=3)
 
 
@@ -40,15 +40,15 @@ def run(database: str) -> list[Row]:
 
 
 def _beside_scripted() -> list[Row]:
-    (files,) = material.parts(1, _BYTES)
-    source = material.git_repository("sweep", files)
+    (files,) = workload.parts(1, _BYTES)
+    source = workload.git_repository("sweep", files)
     with scripted_server("--latency", "0.05", "--dimensions", "384") as server, worker():
-        provider = material.provider(server)
+        provider = workload.provider(server)
         alone = _latencies(provider, 20, pause_s=0.02)
-        with _sweeping(material.repository(material.tenant(provider), source)):
+        with _sweeping(workload.repository(workload.tenant(provider), source)):
             beside = _latencies(provider, 40, pause_s=0.035)
-        flooded = material.provider(server)
-        with _sweeping(material.repository(material.tenant(flooded), source)):
+        flooded = workload.provider(server)
+        with _sweeping(workload.repository(workload.tenant(flooded), source)):
             gaps = _gaps_under_flood(flooded)
     longest_s = settings.LANE_BATCH_MAX_WAIT_MS / 1000
     return [
@@ -69,14 +69,14 @@ def _beside_scripted() -> list[Row]:
 
 def _beside_local_model() -> list[Row]:
     """The real MiniLM on this machine's cores."""
-    (files,) = material.parts(1, 500_000)
-    source = material.git_repository("local", files)
+    (files,) = workload.parts(1, 500_000)
+    source = workload.git_repository("local", files)
     with ModelServer(models_dir(CHECKOUT / "var")) as server, worker():
-        provider = material.provider_at(
+        provider = workload.provider_at(
             server.base_url, embedding_model=server.embedding_model, query_timeout_ms=60_000
         )
         alone = _latencies(provider, 5, pause_s=0.05)
-        with _sweeping(material.repository(material.tenant(provider), source)):
+        with _sweeping(workload.repository(workload.tenant(provider), source)):
             beside = _latencies(provider, 6, pause_s=0.3)
     return [
         Row("interactive", "embedding one query, local MiniLM, idle lane", alone, "ms", decimals=0),
@@ -87,7 +87,7 @@ def _beside_local_model() -> list[Row]:
 
 @contextmanager
 def _sweeping(repository: Repository) -> Iterator[TenantRun]:
-    """A sweep that is embedding by now and has enough left for the block; cancelled at its end."""
+    """A sweep that is embedding during the whole block; it is cancelled at the end."""
     (started,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
     stored = EmbeddingTask.objects.filter(run=started, state=TaskState.STORED)
     assert within(lambda: stored.count() >= 2, 60.0), "the sweep did not come to embed"
@@ -100,9 +100,9 @@ def _sweeping(repository: Repository) -> Iterator[TenantRun]:
 
 
 def _latencies(provider: Provider, count: int, pause_s: float) -> tuple[float, ...]:
-    """Milliseconds of so many queries, one after another, each at another moment of the batch that is out."""
+    """Milliseconds of `count` queries, one after another, at random moments of the batch that is in flight."""
     moments = random.Random(7)
-    interactive.embed_texts(provider, ["the first pays for the client"])
+    interactive.embed_texts(provider, ["the first call creates the client"])
     found = []
     for number in range(count):
         time.sleep(pause_s * (0.2 + 1.6 * moments.random()))
@@ -119,7 +119,7 @@ def _waited_row(what: str, provider: Provider) -> Row:
 
 
 def _batches_waited_for(query: EmbeddingTask) -> int:
-    """How many batches were at the provider while the query stood queued."""
+    """The number of batches at the provider while the query was queued."""
     assert query.dispatched_at is not None
     return EmbeddingTask.objects.filter(
         provider=query.provider_id,

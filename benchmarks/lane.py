@@ -1,8 +1,8 @@
-"""How busy the lane keeps a model server that takes 50 ms a batch: its busy time over the span of the whole work.
+"""How busy the lane keeps a model server that takes 50 ms a batch: the server's busy time over the whole span.
 
-Two repositories, batches of 32, at least 200 of them. Every row is scanned, and the first tasks are queued, before the
-provider is resumed: the span, from the first call's arrival to the last one's end, holds the lane's own work alone. The
-server's log is the judge.
+Two repositories, at least 200 batches of 32. All rows are scanned, and the first tasks queued, before the provider is
+resumed, so that the span from the first call's arrival to the last call's end contains only the lane's work. The times
+are taken from the server's log.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 import openai
 
-from benchmarks import material
+from benchmarks import workload
 from benchmarks.row import Row
-from benchmarks.runs import await_end
-from benchmarks.stage import ScriptedServer, scripted_server, worker
+from benchmarks.sandbox import ScriptedServer, scripted_server, worker
 from embeddings import registry
 from embeddings.models import KnowledgeRow, RepositoryOutcome, TenantRun
 from embeddings.runs import sweep
@@ -34,11 +33,11 @@ _REPEATS = 2
 
 
 def run(database: str) -> list[Row]:
-    sources = [material.git_repository(f"part-{n}", files) for n, files in enumerate(material.parts(2, _BYTES_EACH))]
+    sources = [workload.git_repository(f"part-{n}", files) for n, files in enumerate(workload.parts(2, _BYTES_EACH))]
     with scripted_server("--latency", str(LATENCY_S), "--dimensions", "384") as server:
         alone = [_round(server, sources, _scan_here, follow)]
         with worker():
-            by_worker = [_round(server, sources, _nothing, await_end) for _ in range(_REPEATS)]
+            by_worker = [_round(server, sources, _nothing, workload.await_end) for _ in range(_REPEATS)]
         bare = _bare_loop(server)
     what = f"busy share of a 50 ms server, {database}"
     return [
@@ -54,9 +53,9 @@ def _round(
     scan: Callable[[Sequence[TenantRun]], None],
     work: Callable[[Sequence[TenantRun]], object],
 ) -> float:
-    """One sweep of fresh tenants over a fresh provider; its share of the span in which the server was busy."""
-    provider = material.provider(server, is_paused=True)
-    repositories = [material.repository(material.tenant(provider), source) for source in sources]
+    """One sweep of new tenants at a new provider; returns the share of the span in which the server was busy."""
+    provider = workload.provider(server, is_paused=True)
+    repositories = [workload.repository(workload.tenant(provider), source) for source in sources]
     runs = sweep.start(repositories, trigger=RunTrigger.COMMAND)
     scan(runs)
     assert within(lambda: _all_embedding(runs), _LONGEST_S), "the scan did not end"
@@ -97,7 +96,7 @@ def _scan_here(runs: Sequence[TenantRun]) -> None:
 
 
 def _nothing(runs: Sequence[TenantRun]) -> None:
-    """The worker scans."""
+    """Nothing, because the worker scans."""
 
 
 def _all_embedding(runs: Sequence[TenantRun]) -> bool:

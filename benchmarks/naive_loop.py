@@ -1,6 +1,6 @@
 """`python naive_loop.py LIBRARY BASE_URL REPOSITORIES TIMEOUT`: indexes repositories one after another with the library's
-own embedding class and its own defaults, as an indexing script does: a repository that fails is noted, the next one is
-tried. Runs in an environment of its own and imports nothing of this project.
+embedding class and its defaults, as an indexing script does: a failed repository is reported, and the next one is
+tried. Runs in its own virtual environment and imports nothing of this project.
 """
 
 import sys
@@ -16,14 +16,14 @@ def main() -> None:
     for number in range(repositories):
         try:
             embed([f"repository {number}, text {text}" for text in range(32)])
-        except Exception as error:
+        except Exception as error:  # An indexing script goes on after any error.
             print(f"repository {number}: {type(error).__name__}", flush=True)
 
 
 def langchain(base_url: str, timeout: float) -> Embed:
     from langchain_openai import OpenAIEmbeddings
 
-    # Without the tokenizer that it would otherwise fetch for a model it does not know.
+    # Without the length check, which would download a tokenizer for an unknown model.
     embed: Embed = OpenAIEmbeddings(
         model="embed", base_url=base_url, api_key="none", timeout=timeout, check_embedding_ctx_length=False
     ).embed_documents

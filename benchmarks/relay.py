@@ -1,8 +1,8 @@
-"""How many chunks a second come through, and how soon the first: 20 answers of 500 chunks, as fast as they can.
+"""Chunks a second, and seconds to the first text: 20 answers of 500 chunks, sent as fast as possible.
 
-The official client reads them straight from the chat server (the bare loop), through Sluicegate, and through the
-LiteLLM proxy; then a client that costs next to nothing does, for the first text, so that it is not the client's own start
-that is timed. One way after another and again: a busy moment of the machine does not fall on one of them alone.
+The official client reads them directly from the chat server (the bare loop), through Sluicegate, and through the LiteLLM
+proxy. The first text is timed with a raw client, so that the official client's own start is not measured. The paths take
+turns, so that a busy moment of the machine does not affect only one of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OF_BARE_TARGET, TIMES_LITELLM_TARGET, TIMES_SOONER_TARGET = 0.75, 5.0, 10.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Chunks a second in all, and the median of the seconds to the first text."""
+    """Chunks a second of all streams together, and the median of the seconds to the first text."""
 
     chunks_per_s: float
     first_s: float

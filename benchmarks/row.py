@@ -1,4 +1,4 @@
-"""One line of the table: what was measured, the number, what it should be, and whether it is."""
+"""One row of the results: a measurement, its target, and whether the target is met."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADINGS = ("benchmark", "what", "number", "target", "verdict")
 
 @dataclass(frozen=True)
 class Row:
-    """`value` is the median of `samples`; without a `target` the row is there for comparison."""
+    """`value` is the median of `samples`; a row without a `target` is for comparison."""
 
     benchmark: str
     what: str

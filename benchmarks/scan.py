@@ -1,4 +1,4 @@
-"""A 900-file, 5.7 MB repository: how long its first scan takes without the provider, and a sweep that finds it unchanged."""
+"""A repository of 900 files and 5.7 MB: its first scan, without the provider, and a sweep that finds it unchanged."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from benchmarks import material
+from benchmarks import workload
 from benchmarks.row import Row
-from benchmarks.runs import await_end
-from benchmarks.stage import ScriptedServer, scripted_server, worker
+from benchmarks.sandbox import ScriptedServer, scripted_server, worker
 from embeddings.models import Repository, TenantRun
 from embeddings.runs import sweep
 from embeddings.runs.follow import follow
@@ -26,9 +25,9 @@ _REPEATS = 3
 
 
 def run(database: str) -> list[Row]:
-    files = dict(material.modules())
+    files = dict(workload.modules())
     size_mb = sum(map(len, files.values())) / 1e6
-    source = material.git_repository("django", files)
+    source = workload.git_repository("django", files)
     with scripted_server("--dimensions", "384") as server:
         scans = [_first_scan(server, source) for _ in range(_REPEATS)]
         repository = _embedded(server, source)
@@ -58,7 +57,7 @@ def run(database: str) -> list[Row]:
 
 
 def _first_scan(server: ScriptedServer, source: Path) -> float:
-    """Seconds from the claim of a fresh repository to its first queued batches: fetch, tree, blobs, chunks, rows."""
+    """Seconds from the claim of a new repository to its first queued batches: fetch, tree, blobs, chunks, rows."""
     repository = _repository(server, source, is_paused=True)
     (started,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
     began = time.perf_counter()
@@ -81,14 +80,14 @@ def _verbs(repository: Repository) -> float:
     (started,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
     assert sweep.scan_next(started.pk)
     seconds = time.perf_counter() - began
-    await_end([started])
+    workload.await_end([started])
     return seconds
 
 
 def _unchanged(
     repository: Repository, hands: Callable[[], AbstractContextManager[None]]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of the runs by their own rows, and of the whole commands that started them."""
+    """Seconds of the runs, by their rows, and of the whole commands that started them."""
     runs, commands = [], []
     with hands():
         for _ in range(_REPEATS + 1):
@@ -100,10 +99,10 @@ def _unchanged(
             assert run_.finished_at is not None
             assert run_.outcomes.get().status == OutcomeStatus.UNCHANGED
             runs.append((run_.finished_at - run_.created_at).total_seconds())
-    # A worker's first task pays for its imports.
+    # The first is left out: a worker's first task includes its imports.
     return tuple(runs[1:]), tuple(commands[1:])
 
 
 def _repository(server: ScriptedServer, source: Path, **values: object) -> Repository:
-    provider = material.provider(server, **values)
-    return material.repository(material.tenant(provider), source)
+    provider = workload.provider(server, **values)
+    return workload.repository(workload.tenant(provider), source)

@@ -1,8 +1,8 @@
-"""Many streams at once, each as fast as a model writes: 200 at 20 chunks a second, all of them together for a minute.
+"""Many streams at once at a model's pace: 200 streams of 20 chunks a second, all of them open for a minute.
 
-They start one after another over twenty seconds. Every chunk says when it was sent; what it was late by when the client
-had it is the delay. The client costs as little as it can, and so does the server: the two cores belong to what is
-measured. What LiteLLM has not delivered by the time the last answer should have been over is given up.
+They start one after another over twenty seconds. Every chunk holds the time at which it was sent, from which the client
+computes its delay. Client and server use as little CPU as they can, to leave the two cores to the path that is measured.
+Streams that have not ended ten seconds after the last one was due are abandoned.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from streaming.models import ChatAttempt
 STREAMS, PER_SECOND, TOGETHER_S, OVER_S = 200, 20, 60, 20
 P99_TARGET_MS = 250.0
 _EACH_S = OVER_S + TOGETHER_S
-_GIVE_UP_AFTER_S = OVER_S + _EACH_S + 10
-# A look at the memory while every stream is open.
-_LOOK_S = OVER_S + TOGETHER_S / 2
+_ABANDON_AFTER_S = OVER_S + _EACH_S + 10
+# When memory is read: every stream is open then.
+_MEMORY_READ_AT_S = OVER_S + TOGETHER_S / 2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`delays_ms` sorted; `whole` streams came to their end with every chunk."""
+    """`delays_ms` is sorted; `whole` is the number of streams that ended with every chunk."""
 
     delays_ms: list[float]
     whole: int
@@ -61,10 +61,10 @@ def run(database: str) -> list[Row]:
 def _measure(path: ChatPath, chunks: int) -> Measured:
     before_s, before_mb = path.usage()
     during_mb: list[float] = []
-    look = threading.Timer(_LOOK_S, lambda: during_mb.append(path.usage()[1]))
-    look.start()
-    seen: dict[str, Any] = path.stream(STREAMS, "raw", OVER_S, _GIVE_UP_AFTER_S)
-    look.join()
+    memory_reader = threading.Timer(_MEMORY_READ_AT_S, lambda: during_mb.append(path.usage()[1]))
+    memory_reader.start()
+    seen: dict[str, Any] = path.stream(STREAMS, "raw", OVER_S, _ABANDON_AFTER_S)
+    memory_reader.join()
     delays = [stream["delays_ms"] for stream in seen["streams"]]
     return Measured(
         sorted(itertools.chain.from_iterable(delays)),

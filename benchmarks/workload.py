@@ -1,21 +1,26 @@
-"""What is swept: git repositories made of the installed Django's own source."""
+"""The material of the benchmarks: git repositories of the installed Django's source, and the rows to sweep them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import django
 
-from benchmarks.stage import ScriptedServer, var_dir
+from benchmarks.sandbox import ScriptedServer, var_dir
 from embeddings import registry
-from embeddings.models import Provider, Repository, Tenant
+from embeddings.models import Provider, Repository, Tenant, TenantRun
+from embeddings.states import RUN_UNFINISHED
+from project.local.processes import within
 from tests.support.git_repositories import GitRepository
+
+_RUN_LONGEST_S = 120.0
+_numbers = itertools.count(1)
 
 
 def modules() -> Iterator[tuple[str, bytes]]:
-    """Every module of Django: its path and content, in the order of their paths (some 900 files, 5.7 MB)."""
+    """Path and content of every module of Django, ordered by path (some 900 files, 5.7 MB)."""
     root = Path(django.__file__).parent
     for path in sorted(root.rglob("*.py")):
         yield str(path.relative_to(root)), path.read_bytes()
@@ -28,7 +33,7 @@ def git_repository(name: str, files: dict[str, bytes]) -> Path:
 
 
 def parts(count: int, bytes_each: int) -> list[dict[str, bytes]]:
-    """Modules in `count` shares of about `bytes_each`, no module in two of them."""
+    """Divides modules into `count` disjoint shares of about `bytes_each`."""
     files = modules()
     shares: list[dict[str, bytes]] = []
     for _ in range(count):
@@ -41,11 +46,8 @@ def parts(count: int, bytes_each: int) -> list[dict[str, bytes]]:
     return shares
 
 
-_numbers = itertools.count(1)
-
-
 def provider(server: ScriptedServer, **values: object) -> Provider:
-    """One more provider at the scripted server, which answers under any path: its own lane, its own generation."""
+    """A new provider, with its own lane and generation, at the scripted server, which answers under any path."""
     return provider_at(f"{server.address}/{next(_numbers)}/v1", **values)
 
 
@@ -60,3 +62,9 @@ def tenant(of: Provider) -> Tenant:
 
 def repository(of: Tenant, source: Path) -> Repository:
     return Repository.objects.create(tenant=of, slug=source.name, source=str(source))
+
+
+def await_end(runs: Iterable[TenantRun]) -> None:
+    """Waits until the runs have finished, up to two minutes; something else carries them out."""
+    unfinished = TenantRun.objects.filter(pk__in=[run.pk for run in runs], status__in=RUN_UNFINISHED)
+    assert within(lambda: not unfinished.exists(), _RUN_LONGEST_S), "the sweep did not end"

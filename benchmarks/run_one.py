@@ -1,4 +1,4 @@
-"""`python -m benchmarks.on_stage NAME DATABASE RESULTS`: one benchmark, in the process whose Django stands on the stage."""
+"""`python -m benchmarks.run_one NAME DATABASE RESULTS`: runs one benchmark in the sandbox of its environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import django
 
 def main() -> None:
     name, database, results = sys.argv[1:]
-    # So that whatever the benchmark started ends with it.
+    # Exit by an exception, so that the benchmark ends the processes it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     django.setup()
     rows = importlib.import_module(f"benchmarks.{name}").run(database)

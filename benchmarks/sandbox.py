@@ -1,7 +1,7 @@
-"""Where a benchmark plays: a VAR_DIR of its own, a database, the embedded Valkey, and the processes it asks for.
+"""The sandbox of a benchmark: its own VAR_DIR, database and embedded Valkey, and the processes it starts.
 
-A benchmark runs in a process whose Django stands on this stage, so that it can read rows as they change; workers,
-model servers and commands are processes of their own, as in production.
+A benchmark's process uses the sandbox's database, so that it can read rows as they change. Workers, model servers and
+commands are processes of their own, as in production.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from project.runtime.embedded import ensure_valkey
 
 SQLITE, POSTGRESQL = "SQLite", "PostgreSQL"
 _READY_S = 60.0
+_numbers = itertools.count(1)
 
 
 @contextlib.contextmanager
-def open_stage(database: str, settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """The environment of a fresh stage, migrated, with its Valkey; all of it is gone afterwards."""
+def open_sandbox(database: str, settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The environment variables of a new, migrated sandbox; everything in it is deleted at the end of the block."""
     root = Path(os.environ.get("VAR_DIR") or CHECKOUT / "var") / "bench"
     root.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as open_:
-        var_dir = Path(tempfile.mkdtemp(prefix="stage-", dir=root))
+        var_dir = Path(tempfile.mkdtemp(prefix="sandbox-", dir=root))
         open_.callback(shutil.rmtree, var_dir, ignore_errors=True)
         environ = local_environment(var_dir) | {"DJANGO_SETTINGS_MODULE": "project.settings"} | dict(settings)
         environ["BENCH_ENVIRONMENTS"] = str(root.parent / "bench-envs")
@@ -61,7 +62,7 @@ def _postgresql() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ScriptedServer:
-    """A scripted model server in a process of its own; its log is the judge."""
+    """A scripted model server in a process of its own, with its log of calls."""
 
     address: str
 
@@ -88,14 +89,14 @@ def var_dir() -> Path:
 
 @contextlib.contextmanager
 def scripted_server(*options: str) -> Iterator[ScriptedServer]:
-    """`python -m tests.support.provider_server OPTIONS` for the block."""
+    """Runs `python -m tests.support.provider_server OPTIONS` for the block."""
     with serving("tests.support.provider_server", *options) as address:
         yield ScriptedServer(address)
 
 
 @contextlib.contextmanager
 def serving(module: str, *options: str) -> Iterator[str]:
-    """`python -m MODULE OPTIONS` for the block: the address that it prints once it listens."""
+    """Runs `python -m MODULE OPTIONS` for the block; yields the address that it prints once it listens."""
     log = var_dir() / f"server-{next(_numbers)}.log"
     with background([sys.executable, "-m", module, *options], os.environ, log) as process:
         if not within(lambda: log.read_bytes().endswith(b"\n") or process.poll() is not None, _READY_S):
@@ -105,13 +106,10 @@ def serving(module: str, *options: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def worker(concurrency: int = 16) -> Iterator[None]:
-    """A Celery worker for sweeps and embeddings, ready, for the block."""
+    """Runs a Celery worker for sweeps and embeddings for the block, which starts once the worker is ready."""
     log = var_dir() / f"worker-{next(_numbers)}.log"
     words = ["worker", "-P", "threads", "-c", str(concurrency), "-Q", "sweeps,embeddings", "--loglevel", "INFO"]
     with background([sys.executable, "-m", "celery", "-A", "project", *words], os.environ, log) as process:
         if not within(lambda: b" ready." in log.read_bytes() or process.poll() is not None, _READY_S) or process.poll():
             raise RuntimeError(f"the worker did not start: {log.read_text()[-2000:]}")
         yield
-
-
-_numbers = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Environments of their own for what is measured beside Sluicegate: made at the first run, kept for the next."""
+"""Virtual environments for the libraries that Sluicegate is compared with: created by the first run, then kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def bin_of(name: str, pins: Sequence[str]) -> Path:
-    """The directory of the programs of an environment that has these packages."""
+    """The `bin` directory of a virtual environment with these packages."""
     root = Path(os.environ["BENCH_ENVIRONMENTS"]) / name
     stamp = root / "installed"
     if not stamp.exists() or stamp.read_text() != "\n".join(pins):
