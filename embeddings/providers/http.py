@@ -59,9 +59,15 @@ class HttpClient(httpx2.AsyncClient):
         )
 
     async def retire(self) -> None:
-        """Closes the connections once no call is out on them: a changed configuration breaks nothing off."""
-        await self._bounded.nobody_out.wait()
-        await self.aclose()
+        """Closes the connections once no request is in flight on them.
+
+        The client stays usable: a thread that fetched its adapter before the configuration changed may be about to send
+        a call, and a call may be pausing between two attempts. Connections of such late requests are not kept.
+        """
+        self._bounded.is_retired = True
+        while not self._bounded.nobody_out.is_set():
+            await self._bounded.nobody_out.wait()
+        await self._bounded.aclose()
 
 
 @functools.cache
@@ -191,11 +197,14 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.is_retired = False
         self.nobody_out = asyncio.Event()
         self.nobody_out.set()
         self._out = 0
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if self.is_retired:
+            request.headers["Connection"] = "close"
         self._out += 1
         self.nobody_out.clear()
         try:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from embeddings import errors
+from embeddings.providers import retries
 from embeddings.providers.ollama import OllamaProvider
+from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from embeddings.registry import set_provider
 from embeddings.timeouts import PROVIDER_TIMEOUT, ProviderTimeoutError, is_provider_timeout
 from project.runtime import event_loop
@@ -25,8 +27,8 @@ from tests.support.provider_server import (
     vector_of,
     vectors,
 )
-from tests.support.sweeping import KEY, OLLAMA
-from tests.support.waiting import eventually
+from tests.support.sweeping import KEY, OLLAMA, OPENAI
+from tests.support.waiting import PROMPTLY_S, eventually
 
 
 @pytest.fixture
@@ -166,6 +168,26 @@ class TestItsConnections:
         assert call.result(5).calls == 1
         retired.result(5)
         eventually(lambda: server.open_connections == 0)
+
+    @pytest.mark.parametrize("made", [OllamaProvider, OpenAICompatibleProvider])
+    def test_a_call_that_leaves_after_the_change_is_made_and_keeps_no_connection(self, server, made) -> None:
+        """Its thread fetched the adapter before the configuration changed, and sends the call after."""
+        kind = OLLAMA if made is OllamaProvider else OPENAI
+        late = made(provider_at(server.address, kind))
+        embed(late, "before")
+        event_loop.run(late.retire())
+        eventually(lambda: server.open_connections == 0)
+        assert embed(late, "after")[1].calls == 1
+        eventually(lambda: server.open_connections == 0)
+
+    def test_a_call_that_pauses_between_two_attempts_is_tried_again_after_the_change(self, server, monkeypatch) -> None:
+        made = OllamaProvider(provider_at(server.address, OLLAMA))
+        monkeypatch.setattr(retries, "MODEL_LOAD_PAUSE_S", 0.5)
+        server.next(status(404))
+        call = event_loop.submit(made.embed(call_of(["one"])))
+        server.wait_until_ended(1)
+        event_loop.run(made.retire())
+        assert call.result(PROMPTLY_S).calls == 2
 
 
 @pytest.mark.django_db
