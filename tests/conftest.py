@@ -13,7 +13,7 @@ from embeddings.providers import retries
 from project.runtime import database_threads
 from tests.support.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
 from tests.support.local_server import local_server  # noqa: F401
-from tests.support.stage import stage  # noqa: F401
+from tests.support.sweeps import stage  # noqa: F401
 from tests.support.workers import fleet  # noqa: F401
 
 

@@ -6,7 +6,7 @@ from embeddings import tasks
 from embeddings.models import RepositoryOutcome
 from embeddings.runs import sweep
 from embeddings.states import OutcomeStatus, RunStatus
-from tests.support.stage import outcome_of, texts
+from tests.support.sweeps import outcome_of, texts
 
 pytestmark = pytest.mark.both_databases
 

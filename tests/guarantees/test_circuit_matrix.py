@@ -1,11 +1,10 @@
 """G4 and G5: only the final timeout of a logical task opens a circuit (docs/architecture.md, Guarantees)."""
 
-import threading
 import time
 from dataclasses import replace
 
 import pytest
-from django.db import DatabaseError, connection
+from django.db import DatabaseError
 
 from embeddings import codes, timeouts
 from embeddings.dispatch import lane, task_queue
@@ -19,7 +18,6 @@ from embeddings.runs import circuit, sweep
 from embeddings.states import CircuitState, OutcomeStatus
 from embeddings.timeouts import PROVIDER_TIMEOUT_CODES, is_provider_timeout
 from project.runtime import event_loop
-from tests.guarantees.test_circuit_opens import TimedOut, two_dispatched
 from tests.support.factories import make_generation
 from tests.support.provider_server import (
     close_without_answer,
@@ -32,7 +30,7 @@ from tests.support.provider_server import (
     vectors,
     with_number,
 )
-from tests.support.stage import codes_of, outcome_of, texts
+from tests.support.sweeps import TimedOut, codes_of, draining, outcome_of, texts, two_dispatched
 
 REFUSALS = {
     "unauthorized": (status(401), OutcomeStatus.FAILED, "PROVIDER_UNAUTHORIZED"),
@@ -144,33 +142,13 @@ class TestG5WhatOpensNothing:
         b = stage.repository("b", *texts("beta", 2))
         run = stage.start(a, b)
         stage.scan(run)
-        of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
+        of_a, of_b = two_dispatched(stage, outcome_of(run, a), outcome_of(run, b))
         circuit.open_for(of_a, TimedOut("the first"))
         opened = RunCircuit.objects.values().get(run=run)
         circuit.open_for(of_b, TimedOut("the second"))
         assert RunCircuit.objects.values().get(run=run) == opened
         # Its own timeout is still its own.
         assert outcome_of(run, b).error_code == codes.PROVIDER_TIMED_OUT
-
-
-class draining:
-    """Drains the lane in a thread of its own while the block runs, and joins it."""
-
-    def __init__(self, stage, controls=sweep.CONTROLS):
-        self.thread = threading.Thread(target=self.drain, args=(stage.provider.pk, controls))
-
-    def drain(self, provider_id, controls):
-        try:
-            sweep.drain(provider_id, controls)
-        finally:
-            connection.close()
-
-    def __enter__(self):
-        self.thread.start()
-
-    def __exit__(self, *_):
-        self.thread.join(20)
-        assert not self.thread.is_alive()
 
 
 @pytest.mark.both_databases

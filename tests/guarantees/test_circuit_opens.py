@@ -16,7 +16,7 @@ from embeddings.runs import circuit, sweep
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, TaskState
 from embeddings.timeouts import OPENAI_COMPATIBLE_REQUEST_TIMEOUT
 from tests.support.provider_server import containing, hang
-from tests.support.stage import calls_with, codes_of, outcome_of, texts
+from tests.support.sweeps import TimedOut, calls_with, codes_of, outcome_of, texts, two_dispatched
 
 pytestmark = pytest.mark.both_databases
 
@@ -156,15 +156,6 @@ class TestG2OrderHasTeeth:
         assert len(calls_with(stage.server, "beta")) == 1
 
 
-def two_dispatched(stage, run, *outcomes):
-    """One dispatched task for each outcome, held by this test: two slots taken, as a wider gate would."""
-    held = {}
-    for _ in outcomes:
-        task = task_queue.admit(stage.provider.pk, lambda cap: 2, "fair")
-        held[task.outcome_id] = task
-    return [held[outcome.pk] for outcome in outcomes]
-
-
 class TestG7OpeningAbortsNothing:
     """G7; native Ollama's half, the slot of a cancelled caller, stands with its admission."""
 
@@ -174,7 +165,7 @@ class TestG7OpeningAbortsNothing:
         b = stage.repository("b", *texts("beta", 2))
         run = stage.start(a, b)
         stage.scan(run)
-        return stage, run, *two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
+        return stage, run, *two_dispatched(stage, outcome_of(run, a), outcome_of(run, b))
 
     def test_a_dispatched_task_is_left_alone_and_its_outcome_undecided(self, both_at_the_provider):
         _, run, of_a, of_b = both_at_the_provider
@@ -221,7 +212,7 @@ class TestG2EveryWayBackIsClosed:
         b = stage.repository("b", *texts("beta", 2))
         run = stage.start(a, b)
         stage.scan(run)
-        of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
+        of_a, of_b = two_dispatched(stage, outcome_of(run, a), outcome_of(run, b))
         circuit.open_for(of_a, TimedOut())
         return stage, of_a, of_b
 
@@ -265,7 +256,3 @@ def always_allowed(monkeypatch):
 
 def queued_of(task):
     return EmbeddingTask.objects.filter(outcome=task.outcome_id, state=TaskState.QUEUED).count()
-
-
-class TimedOut(Exception):
-    code = OPENAI_COMPATIBLE_REQUEST_TIMEOUT

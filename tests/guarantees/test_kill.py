@@ -5,9 +5,8 @@ import pytest
 from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, TenantRun
 from embeddings.runs.follow import follow
 from embeddings.states import OutcomeStatus, RunStatus, TaskState
-from tests.guarantees.test_processes import stored_of, wait_finished
 from tests.support.provider_server import Gate, containing, gated, hang
-from tests.support.stage import live_texts, outcome_of, texts
+from tests.support.sweeps import live_texts, outcome_of, stored_rows, texts, wait_finished
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.both_databases
@@ -44,7 +43,7 @@ class TestG9KillNine:
         fleet.start(2)
         run = stage.start(alpha)
         gate.wait_arrived()
-        eventually(lambda: stored_of(alpha), message="the batch before it is stored")
+        eventually(lambda: stored_rows(alpha), message="the batch before it is stored")
         for worker in fleet.workers:
             worker.kill()
         follow([run])

@@ -7,27 +7,29 @@ import pytest
 from embeddings import codes
 from embeddings.dispatch import task_queue
 from embeddings.dispatch.task_queue import Dispatched
-from embeddings.models import EmbeddingTask, KnowledgeRow, RunCircuit, TenantRun
+from embeddings.models import EmbeddingTask, RunCircuit
 from embeddings.runs import circuit, sweep
 from embeddings.runtime import wake_ups
-from embeddings.states import RUN_UNFINISHED, CircuitState, OutcomeStatus, RunStatus, TaskState
+from embeddings.states import CircuitState, OutcomeStatus, RunStatus, TaskState
 from embeddings.timeouts import OPENAI_COMPATIBLE_REQUEST_TIMEOUT
-from tests.guarantees.test_circuit_opens import TimedOut
 from tests.support.provider_server import Gate, containing, gated, hang, status
-from tests.support.stage import calls_with, codes_of, live_texts, outcome_of, texts
+from tests.support.sweeps import (
+    TimedOut,
+    calls_with,
+    codes_of,
+    live_texts,
+    outcome_of,
+    slots_taken,
+    stored_rows,
+    texts,
+    wait_finished,
+)
 from tests.support.waiting import eventually
-from tests.support.workers import slots_taken
 
 pytestmark = pytest.mark.both_databases
 
 TIMED_OUT = (OutcomeStatus.DEFERRED, codes.PROVIDER_TIMED_OUT, OPENAI_COMPATIBLE_REQUEST_TIMEOUT)
 SPARED = (OutcomeStatus.DEFERRED, codes.CIRCUIT_OPEN, "")
-
-
-def wait_finished(run, timeout=30.0):
-    """The run as the workers finish it; the test advances it as beat would."""
-    eventually(lambda: sweep.advance(run.pk).status not in RUN_UNFINISHED, timeout, 0.1, "the run finishes")
-    return TenantRun.objects.get(pk=run.pk)
 
 
 @pytest.fixture
@@ -155,10 +157,10 @@ class TestG8AFreshRun:
         stage.server.when(containing("beta 4"), gated(gate), times=1)
         first = stage.start(b)
         gate.wait_arrived()
-        eventually(lambda: stored_of(b), message="the first batch is stored")
+        eventually(lambda: stored_rows(b), message="the first batch is stored")
         sweep.request_cancel(first)
         wait_finished(first)
-        stored = stored_of(b)
+        stored = stored_rows(b)
         assert len(stored) == 4
         timed_out = wait_finished(stage.start(a))
         assert timed_out.circuit.state == CircuitState.OPEN
@@ -167,9 +169,5 @@ class TestG8AFreshRun:
         assert (second.status, second.circuit.state) == (RunStatus.COMPLETED, CircuitState.CLOSED)
         assert live_texts(b) == texts("beta", 10)
         assert outcome_of(second, b).embedded == 6
-        assert stored <= stored_of(b)
+        assert stored <= stored_rows(b)
         assert [stage.server.texts_seen[text] for text in texts("beta", 4)] == [1] * 4
-
-
-def stored_of(repository):
-    return set(KnowledgeRow.objects.filter(repository=repository).exclude(vector=None).values_list("pk", flat=True))

@@ -12,10 +12,9 @@ from embeddings.errors import DispatchNotAllowed
 from embeddings.models import EmbeddingTask, KnowledgeRow, RepositoryOutcome, TenantRun
 from embeddings.runs import circuit, sweep
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, TaskState
-from tests.guarantees.test_circuit_opens import TimedOut
 from tests.support.factories import make_outcome, make_row, make_run, make_version
 from tests.support.provider_server import close_without_answer, delay, hang, status
-from tests.support.stage import live_texts, texts
+from tests.support.sweeps import TimedOut, live_texts, texts
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.both_databases

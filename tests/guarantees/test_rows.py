@@ -12,7 +12,7 @@ from embeddings.runs import retention, scan, sweep
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, TaskState
 from tests.support.factories import make_tenant
 from tests.support.provider_server import containing, hang
-from tests.support.stage import live_texts, outcome_of, texts
+from tests.support.sweeps import live_texts, outcome_of, texts
 
 pytestmark = pytest.mark.both_databases
 

@@ -13,7 +13,7 @@ from embeddings.models import Provider
 from embeddings.providers.base import EmbeddingCall, EmbeddingProvider, RawReply
 from project.runtime import event_loop
 from tests.support.provider_server import ProviderServer
-from tests.support.sweeping import GEMINI, KEY, OLLAMA, OPENAI
+from tests.support.sweeps import GEMINI, KEY, OLLAMA, OPENAI
 
 PATHS = {OPENAI: "/v1", OLLAMA: "", GEMINI: "/v1beta"}
 

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,29 +240,6 @@ def text_of(events: list[dict[str, Any]], choice: int = 0) -> str:
     return "".join(
         event["delta"].get("content", "") for event in events if event["event"] == "delta" and event["choice"] == choice
     )
-
-
-def in_thread(call: Any, *arguments: Any) -> Any:
-    """Starts the call in a thread; `result()` joins it."""
-    box: dict[str, Any] = {}
-
-    def guarded() -> None:
-        try:
-            box["value"] = call(*arguments)
-        except Exception as error:  # It is raised where the result is asked for.
-            box["error"] = error
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-
-    def result(timeout: float = 20.0) -> Any:
-        thread.join(timeout)
-        assert not thread.is_alive(), "the call has not ended"
-        if "error" in box:
-            raise box["error"]
-        return box["value"]
-
-    return result
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import pytest
 from django.conf import settings
 
-from embeddings.models import EmbeddingTask
 from embeddings.runtime import valkey
 from project.runtime.embedded import hold_valkey
 from tests.support.chat_stack import Process
@@ -77,7 +76,3 @@ def fleet(transactional_db: None) -> Iterator[Fleet]:
     made.end()
     for worker in made.workers:
         assert "Traceback" not in worker.output
-
-
-def slots_taken() -> int:
-    return EmbeddingTask.objects.exclude(slot=None).count()

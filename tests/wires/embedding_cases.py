@@ -33,7 +33,7 @@ from tests.support.provider_server import (
     without_index,
     wrong_dimensions,
 )
-from tests.support.sweeping import DIMENSIONS, GEMINI, KEY, KINDS, LOCAL_KINDS, OLLAMA, OPENAI
+from tests.support.sweeps import DIMENSIONS, GEMINI, KEY, KINDS, LOCAL_KINDS, OLLAMA, OPENAI
 
 POISON = "poison"
 SHORT = {"embedding_timeout_ms": 1000}

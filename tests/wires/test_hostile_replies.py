@@ -17,7 +17,7 @@ from tests.support.attempts import play
 from tests.support.bare_server import bare_server
 from tests.support.calling import adapter, embed, provider_at
 from tests.support.provider_server import ProviderServer, raw, status
-from tests.support.sweeping import GEMINI, KEY, OLLAMA, OPENAI
+from tests.support.sweeps import GEMINI, KEY, OLLAMA, OPENAI
 
 KINDS = {OPENAI: OpenAICompatibleProvider, OLLAMA: OllamaProvider, GEMINI: GeminiProvider}
 BODIES = {

@@ -13,7 +13,7 @@ from streaming.models import ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 from streaming.turns.transitions import RUN_TURN
 from tests.streaming.http.test_chat_api import with_a_row
-from tests.support.chat_stack import in_thread, start_web, start_worker, text_of
+from tests.support.chat_stack import start_web, start_worker, text_of
 from tests.support.provider_server import (
     D,
     F,
@@ -32,6 +32,7 @@ from tests.support.provider_server import (
     status,
     usage,
 )
+from tests.support.threads import in_thread
 from tests.support.waiting import PROMPTLY_S, eventually
 from tests.wires.streaming_kinds import CALLS, FRAME, KEY, NO_DELTA, NO_JSON, STATUS, choice
 

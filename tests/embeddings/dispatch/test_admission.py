@@ -34,24 +34,19 @@ from tests.support.provider_server import (
     vectors,
     with_number,
 )
-from tests.support.sweeping import (
+from tests.support.sweeps import (
     DIMENSIONS,
     OLLAMA,
     Site,
     calls_with,
-    drain,
-    drive,
-    in_threads,
     make_site,
     outcome_of,
-    raised_by,
     slots_taken,
-    start,
     stored,
-    sweep_all,
     tasks_in,
     texts,
 )
+from tests.support.threads import in_threads, raised_by
 from tests.support.waiting import PROMPTLY_S, eventually
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.both_databases]
@@ -102,16 +97,16 @@ class TestTheCapIsAPositiveWholeNumber:
     def test_a_row_edited_by_hand_ends_a_sweep_by_name(self, cap: object, ollama: Site) -> None:
         if connection.vendor == "postgresql" and not isinstance(cap, int):
             cap = 0  # That database takes nothing but whole numbers.
-        repository = ollama.repository("a", texts("alpha", 3))
-        run = start(repository)
+        repository = ollama.repository("a", *texts("alpha", 3))
+        run = ollama.start_and_scan(repository)
         edit_by_hand(cap)
-        outcome = outcome_of(drive(run), repository)
+        outcome = outcome_of(ollama.carry_out(run), repository)
         assert (outcome.status, outcome.source_error_code) == ("failed", "PROVIDER_CONFIGURATION")
         assert "max_in_flight" in outcome.error_detail
         assert repr(cap) in outcome.error_detail
         assert ollama.server.embedding_calls == []
         edit_by_hand(1)
-        assert outcome_of(sweep_all(repository), repository).status == "succeeded"
+        assert outcome_of(ollama.swept(repository), repository).status == "succeeded"
 
     def test_a_row_edited_by_hand_ends_a_search_by_name(self, ollama: Site) -> None:
         edit_by_hand(0)
@@ -120,23 +115,23 @@ class TestTheCapIsAPositiveWholeNumber:
         assert raised.value.code == "PROVIDER_CONFIGURATION"
 
     def test_a_follower_does_not_wait_for_ever(self, ollama: Site) -> None:
-        repository = ollama.repository("a", texts("alpha", 3))
-        run = start(repository)
+        repository = ollama.repository("a", *texts("alpha", 3))
+        run = ollama.start_and_scan(repository)
         edit_by_hand(-1)
         (ended,) = follow([run], poll_s=0.05)
         assert ended.status == "failed"
 
     def test_a_reply_counts_although_the_cap_has_become_nonsense(self, ollama: Site) -> None:
-        repository = ollama.repository("a", texts("alpha", 8))
+        repository = ollama.repository("a", *texts("alpha", 8))
         gate = Gate()
         ollama.server.next(gated(gate))
-        run = start(repository)
+        run = ollama.start_and_scan(repository)
         with in_threads() as submit:
-            submit(lambda: drain(ollama))
+            submit(ollama.drain)
             gate.wait_arrived()
             edit_by_hand(0)
             gate.release()
-        assert drive(run).status == "failed"
+        assert ollama.carry_out(run).status == "failed"
         assert stored(repository) == 4
 
 
@@ -197,12 +192,12 @@ class TestSeveralAtOnce:
     def test_no_more_than_the_cap_whoever_drains(self, cap: int, ollama: Site) -> None:
         ollama.configure(max_in_flight=cap)
         ollama.server.script(lambda call: delay(0.02))
-        chosen = [ollama.repository(name, texts(name, 24)) for name in ("alpha", "beta")]
-        run = start(*chosen)
+        chosen = [ollama.repository(name, *texts(name, 24)) for name in ("alpha", "beta")]
+        run = ollama.start_and_scan(*chosen)
         with in_threads() as submit:
             for _ in range(4):
-                submit(lambda: drain(ollama))
-        assert drive(run).status == "completed"
+                submit(ollama.drain)
+        assert ollama.carry_out(run).status == "completed"
         assert ollama.server.peak_in_flight <= cap
         assert max(ollama.server.texts_seen.values()) == 1
 
@@ -210,7 +205,7 @@ class TestSeveralAtOnce:
         ollama.configure(max_in_flight=3)
         gate = Gate()
         ollama.server.script(lambda call: gated(gate))
-        run = start(ollama.repository("a", texts("alpha", 16)))
+        run = ollama.start_and_scan(ollama.repository("a", *texts("alpha", 16)))
         with in_threads() as submit:
             submit(lambda: follow([run], poll_s=0.05))
             gate.wait_arrived(3)
@@ -224,7 +219,7 @@ class TestSeveralAtOnce:
         fleet.start(2)
         gate = Gate()
         ollama.server.script(lambda call: gated(gate))
-        run = start(ollama.repository("a", texts("alpha", 16)))
+        run = ollama.start_and_scan(ollama.repository("a", *texts("alpha", 16)))
         gate.wait_arrived(2, timeout=20)
         gate.release()
         eventually(lambda: sweep.advance(run.pk).status not in RUN_UNFINISHED, 20)
@@ -238,10 +233,10 @@ class TestTheSlotBelongsToTheCall:
         """A batch at the provider, held at a gate, and a second repository queued behind it."""
         gate = Gate()
         ollama.server.when(containing("alpha"), gated(gate))
-        first, other = ollama.repository("a", texts("alpha", 3)), ollama.repository("b", texts("beta", 3))
-        run = start(first, other)
+        first, other = ollama.repository("a", *texts("alpha", 3)), ollama.repository("b", *texts("beta", 3))
+        run = ollama.start_and_scan(first, other)
         with in_threads() as submit:
-            submit(lambda: drain(ollama))
+            submit(ollama.drain)
             gate.wait_arrived()
             yield SimpleNamespace(site=ollama, run=run, first=first, other=other, gate=gate)
             gate.release()
@@ -250,14 +245,14 @@ class TestTheSlotBelongsToTheCall:
         sweep.cancel_outcome(outcome_of(at.run, at.first))
         assert outcome_of(at.run, at.first).status == "cancelled"
         assert slots_taken() == 1
-        drain(at.site)
-        assert calls_with(at.site.server, "beta") == 0
+        at.site.drain()
+        assert len(calls_with(at.site.server, "beta")) == 0
         # Long enough for whoever waits for the call to have looked at its task.
         with pytest.raises(AssertionError, match="the call is broken off"):
             eventually(lambda: not at.site.server.embedding_calls[0].is_open, 0.8, message="the call is broken off")
         at.gate.release()
-        eventually(lambda: calls_with(at.site.server, "beta") == 1)
-        assert drive(at.run).status == "cancelled" or outcome_of(at.run, at.other).status == "succeeded"
+        eventually(lambda: len(calls_with(at.site.server, "beta")) == 1)
+        assert at.site.carry_out(at.run).status == "cancelled" or outcome_of(at.run, at.other).status == "succeeded"
         assert at.site.server.peak_in_flight == 1
         assert at.site.server.embedding_calls[0].ended_by == "replied"
 
@@ -265,24 +260,24 @@ class TestTheSlotBelongsToTheCall:
         sweep.cancel_outcome(outcome_of(at.run, at.first))
         at.gate.release()
         eventually(lambda: stored(at.first) == 3)
-        drive(at.run)
+        at.site.carry_out(at.run)
         assert outcome_of(at.run, at.first).status == "cancelled"
         eventually(lambda: outcome_of(at.run, at.first).pending == 0)
-        again = sweep_all(at.first)
+        again = at.site.swept(at.first)
         assert outcome_of(again, at.first).provider_calls == 0
 
     def test_twin_a_gate_that_keeps_no_late_reply_buys_the_batch_twice(self, at, monkeypatch) -> None:
         monkeypatch.setattr(admission, "keeps_late_replies", False)
         sweep.cancel_outcome(outcome_of(at.run, at.first))
         at.gate.release()
-        eventually(lambda: slots_taken() == 0 and calls_with(at.site.server, "beta") == 1)
-        drive(at.run)
+        eventually(lambda: slots_taken() == 0 and len(calls_with(at.site.server, "beta")) == 1)
+        at.site.carry_out(at.run)
         assert stored(at.first) == 0
 
     def test_twin_a_slot_released_with_its_caller_lets_a_second_call_out(self, at, monkeypatch) -> None:
         free_with_the_caller(monkeypatch)
         sweep.cancel_outcome(outcome_of(at.run, at.first))
-        drain(at.site)
+        at.site.drain()
         assert at.site.server.peak_in_flight == 2
 
     def test_a_cancelled_search_hears_at_once_and_its_slot_stays(self, ollama: Site) -> None:
@@ -304,14 +299,14 @@ class TestTheSlotBelongsToTheCall:
         assert ollama.server.embedding_calls[0].ended_by == "replied"
 
     def test_a_waiter_that_is_cancelled_leaves_and_the_next_one_moves(self, at) -> None:
-        third = at.site.repository("c", texts("gamma", 3))
-        third_run = start(third)
+        third = at.site.repository("c", *texts("gamma", 3))
+        third_run = at.site.start_and_scan(third)
         sweep.cancel_outcome(outcome_of(at.run, at.other))
         assert tasks_in(TaskState.QUEUED, at.run) == 0
         at.gate.release()
-        eventually(lambda: calls_with(at.site.server, "gamma") == 1)
-        drive(third_run)
-        assert calls_with(at.site.server, "beta") == 0
+        eventually(lambda: len(calls_with(at.site.server, "gamma")) == 1)
+        at.site.carry_out(third_run)
+        assert len(calls_with(at.site.server, "beta")) == 0
         assert outcome_of(third_run, third).status == "succeeded"
 
     @pytest.mark.parametrize(
@@ -322,16 +317,16 @@ class TestTheSlotBelongsToTheCall:
     def test_no_failure_after_a_cancel_leaks_the_slot(self, reply, ollama: Site) -> None:
         gate = Gate()
         ollama.server.next(gated(gate, reply))
-        first, other = ollama.repository("a", texts("alpha", 3)), ollama.repository("b", texts("beta", 3))
-        run = start(first, other)
+        first, other = ollama.repository("a", *texts("alpha", 3)), ollama.repository("b", *texts("beta", 3))
+        run = ollama.start_and_scan(first, other)
         with in_threads() as submit:
-            submit(lambda: drain(ollama))
+            submit(ollama.drain)
             gate.wait_arrived()
             sweep.cancel_outcome(outcome_of(run, first))
             gate.release()
         # Before its lease ends: by then it would be free in any case.
         eventually(lambda: slots_taken() == 0, PROMPTLY_S, message="the slot is free")
-        drive(run)
+        ollama.carry_out(run)
         assert (outcome_of(run, first).status, outcome_of(run, other).status) == ("cancelled", "succeeded")
 
     def test_a_worker_that_stops_gives_back_the_slot_of_a_cancelled_task(self, at) -> None:
@@ -345,9 +340,9 @@ class TestTheSlotBelongsToTheCall:
 
     def test_a_killed_workers_slot_comes_back_when_its_lease_ends_and_not_before(self, ollama: Site, fleet) -> None:
         ollama.server.next(hang())
-        repository = ollama.repository("a", texts("alpha", 3))
+        repository = ollama.repository("a", *texts("alpha", 3))
         (worker,) = fleet.start(1)
-        run = start(repository)
+        run = ollama.start_and_scan(repository)
         ollama.server.wait_for_calls(1, 20)
         worker.kill()
         task = EmbeddingTask.objects.get(run=run)

@@ -11,10 +11,9 @@ from embeddings.models import EmbeddingGeneration, EmbeddingTask, KnowledgeRow, 
 from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from embeddings.runs import sweep
 from embeddings.states import CircuitState, OutcomeStatus, TaskState
-from tests.guarantees.test_circuit_matrix import draining
 from tests.support.factories import make_generation
 from tests.support.provider_server import Gate, containing, gated, hang, status, vectors, with_number
-from tests.support.stage import calls_with, codes_of, live_texts, outcome_of, texts
+from tests.support.sweeps import calls_with, codes_of, draining, live_texts, outcome_of, texts
 from tests.support.waiting import eventually
 
 

@@ -29,19 +29,8 @@ from tests.support.provider_server import (
     vectors,
     with_number,
 )
-from tests.support.sweeping import (
-    GEMINI,
-    KEY,
-    codes_of,
-    drive,
-    in_threads,
-    make_site,
-    outcome_of,
-    start,
-    stored,
-    sweep_all,
-    texts,
-)
+from tests.support.sweeps import GEMINI, KEY, all_codes, make_site, outcome_of, stored, texts
+from tests.support.threads import in_threads
 
 
 @pytest.fixture
@@ -106,8 +95,8 @@ class TestTheKey:
     def test_a_sweep_without_it_fails_by_name_and_calls_nobody(self, server, tmp_path, monkeypatch) -> None:
         monkeypatch.delenv(KEY)
         site = make_site(GEMINI, server, tmp_path)
-        repository = site.repository("a", texts("alpha", 3))
-        outcome = outcome_of(sweep_all(repository), repository)
+        repository = site.repository("a", *texts("alpha", 3))
+        outcome = outcome_of(site.swept(repository), repository)
         assert (outcome.status, outcome.source_error_code) == ("failed", "PROVIDER_CONFIGURATION")
         assert (KEY in outcome.error_detail, outcome.provider_calls) == (True, 0)
         assert server.calls == []
@@ -171,9 +160,9 @@ class TestNoGate:
 
     def test_a_timeout_notifies_nobody_and_each_outcome_stands_for_itself(self, site) -> None:
         site.server.when(containing("alpha"), hang())
-        first, other = site.repository("a", texts("alpha", 3)), site.repository("b", texts("beta", 3))
-        run = sweep_all(first, other)
-        assert codes_of(run, [first, other]) == [
+        first, other = site.repository("a", *texts("alpha", 3)), site.repository("b", *texts("beta", 3))
+        run = site.swept(first, other)
+        assert all_codes(run, first, other) == [
             ("deferred", codes.PROVIDER_TIMED_OUT, PROVIDER_TIMEOUT),
             ("succeeded", "", ""),
         ]
@@ -183,14 +172,14 @@ class TestNoGate:
         site.configure(embedding_timeout_ms=60_000)
         gate = Gate()
         site.server.script(lambda call: gated(gate))
-        chosen = [site.repository(name, texts(name, 3)) for name in ("alpha", "beta", "gamma")]
-        run = start(*chosen, concurrency=3)
+        chosen = [site.repository(name, *texts(name, 3)) for name in ("alpha", "beta", "gamma")]
+        run = site.start_and_scan(*chosen, concurrency=3)
         with in_threads() as submit:
             for _ in chosen:
                 submit(lambda: sweep.drain(site.provider.pk))
             gate.wait_arrived(3)
             gate.release()
-        assert (drive(run).status, site.server.peak_in_flight) == ("completed", 3)
+        assert (site.carry_out(run).status, site.server.peak_in_flight) == ("completed", 3)
         assert not EmbeddingTask.objects.exclude(slot=None).exists()
         assert sum(map(stored, chosen)) == 9
 

@@ -27,7 +27,7 @@ from tests.support.provider_server import (
     vector_of,
     vectors,
 )
-from tests.support.sweeping import KEY, OLLAMA, OPENAI
+from tests.support.sweeps import KEY, OLLAMA, OPENAI
 from tests.support.waiting import PROMPTLY_S, eventually
 
 

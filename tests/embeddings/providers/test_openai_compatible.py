@@ -41,7 +41,7 @@ from tests.support.provider_server import (
     vector_of,
     vectors,
 )
-from tests.support.sweeping import KEY, OPENAI
+from tests.support.sweeps import KEY, OPENAI
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from embeddings.models import EmbeddingTask, Provider
 from embeddings.query import interactive
 from embeddings.runs import sweep
 from embeddings.states import TaskState
-from tests.guarantees.test_circuit_matrix import draining
 from tests.support.factories import make_generation
 from tests.support.provider_server import Gate, containing, gated, hang, status, vector_of
-from tests.support.stage import DIMENSIONS, outcome_of, texts
+from tests.support.sweeps import DIMENSIONS, draining, outcome_of, texts
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.both_databases

@@ -11,7 +11,7 @@ from embeddings.query.search import search
 from embeddings.runtime import valkey
 from tests.support.factories import make_provider, make_tenant
 from tests.support.provider_server import containing, hang, status, unused_port, vector_of
-from tests.support.stage import DIMENSIONS, texts
+from tests.support.sweeps import DIMENSIONS, texts
 
 pytestmark = pytest.mark.both_databases
 

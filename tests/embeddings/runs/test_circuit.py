@@ -9,8 +9,8 @@ from embeddings.models import EmbeddingTask, RepositoryOutcome, RunCircuit, Tena
 from embeddings.runs import circuit
 from embeddings.runtime import retry
 from embeddings.states import CircuitState, OutcomeStatus, TaskState
-from tests.guarantees.test_circuit_opens import TimedOut
 from tests.support.factories import make_outcome, make_provider, make_run, make_task
+from tests.support.sweeps import TimedOut
 
 pytestmark = [pytest.mark.both_databases, pytest.mark.django_db(transaction=True)]
 

@@ -14,10 +14,9 @@ from embeddings.runs.follow import follow
 from embeddings.runtime import valkey, wake_ups
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunStatus, TaskState
 from project.runtime import embedded
-from tests.guarantees.test_circuit_matrix import draining
 from tests.support.factories import make_provider, make_tenant
 from tests.support.provider_server import containing, hang
-from tests.support.stage import live_texts, outcome_of, texts
+from tests.support.sweeps import draining, live_texts, outcome_of, texts
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.both_databases

@@ -14,23 +14,8 @@ from embeddings.query.search import search
 from embeddings.registry import set_provider
 from embeddings.reports import facts
 from tests.support.provider_server import Call, Gate, ProviderServer, default, gated, status, vectors, wrong_dimensions
-from tests.support.sweeping import (
-    DIMENSIONS,
-    KEY,
-    KINDS,
-    OLLAMA,
-    Site,
-    codes_of,
-    drain,
-    drive,
-    in_threads,
-    make_site,
-    outcome_of,
-    start,
-    stored,
-    sweep_all,
-    texts,
-)
+from tests.support.sweeps import DIMENSIONS, KEY, KINDS, OLLAMA, Site, all_codes, make_site, outcome_of, stored, texts
+from tests.support.threads import in_threads
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.both_databases]
 
@@ -77,119 +62,119 @@ def models_asked(site: Site, since: int) -> set[str]:
 
 def found(site: Site, count: int = 20) -> list[str]:
     """The texts that a search finds, of which none may stand twice."""
-    hits = [hit.text for hit in search(site.tenant, "alpha text 1", limit=count)]
+    hits = [hit.text for hit in search(site.tenant, "alpha 1", limit=count)]
     assert len(hits) == len(set(hits))
     return hits
 
 
 class TestBetweenTwoSweeps:
     def test_the_next_sweep_re_embeds_and_old_vectors_answer_until_then(self, site: Site) -> None:
-        repository = site.repository("docs", texts("alpha", 6))
-        sweep_all(repository)
+        repository = site.repository("docs", *texts("alpha", 6))
+        site.swept(repository)
         swap(site)
         calls = len(site.server.embedding_calls)
-        assert found(site)[0] == "alpha text 1"
+        assert found(site)[0] == "alpha 1"
         assert models_asked(site, calls) == {OLD}
 
-        outcome = outcome_of(sweep_all(repository), repository)
+        outcome = outcome_of(site.swept(repository), repository)
         assert (outcome.status, outcome.embedded, outcome.rows, outcome.pending) == ("succeeded", 6, 6, 0)
         calls = len(site.server.embedding_calls)
-        assert found(site)[0] == "alpha text 1"
+        assert found(site)[0] == "alpha 1"
         assert models_asked(site, calls) == {NEW}
         assert set(KnowledgeRow.objects.values_list("generation__model", flat=True)) == {NEW}
 
     def test_the_way_back_is_a_change_too(self, ollama: Site) -> None:
-        repository = ollama.repository("docs", texts("alpha", 3))
+        repository = ollama.repository("docs", *texts("alpha", 3))
         for model in (OLD, NEW, OLD):
             swap(ollama, model)
-            assert outcome_of(sweep_all(repository), repository).embedded == 3
-        assert found(ollama)[0] == "alpha text 1"
+            assert outcome_of(ollama.swept(repository), repository).embedded == 3
+        assert found(ollama)[0] == "alpha 1"
         assert set(KnowledgeRow.objects.values_list("generation__model", flat=True)) == {OLD}
 
     def test_other_dimensions_are_learned_anew_and_shown(self, ollama: Site) -> None:
-        repository = ollama.repository("docs", texts("alpha", 3))
-        sweep_all(repository)
+        repository = ollama.repository("docs", *texts("alpha", 3))
+        ollama.swept(repository)
         assert facts.providers().get(pk=ollama.provider.pk).dimensions == DIMENSIONS
         swap(ollama)
         assert facts.providers().get(pk=ollama.provider.pk).dimensions is None
         ollama.server.script(lambda call: wrong_dimensions(16) if model_of(call) == NEW else None)
-        assert outcome_of(sweep_all(repository), repository).status == "succeeded"
+        assert outcome_of(ollama.swept(repository), repository).status == "succeeded"
         assert facts.providers().get(pk=ollama.provider.pk).dimensions == 16
-        assert found(ollama)[0] == "alpha text 1"
+        assert found(ollama)[0] == "alpha 1"
 
     def test_a_file_that_changed_meanwhile_is_read_once(self, ollama: Site) -> None:
-        repository = ollama.repository("docs", texts("alpha", 4))
-        sweep_all(repository)
+        repository = ollama.repository("docs", *texts("alpha", 4))
+        ollama.swept(repository)
         swap(ollama)
-        ollama.source(repository).commit({"000.txt": "beta\n"})
-        outcome = outcome_of(sweep_all(repository), repository)
+        ollama.git["docs"].commit({"000.txt": "beta\n"})
+        outcome = outcome_of(ollama.swept(repository), repository)
         assert (outcome.embedded, outcome.rows) == (4, 4)
-        assert sorted(found(ollama)) == ["alpha text 1", "alpha text 2", "alpha text 3", "beta"]
+        assert sorted(found(ollama)) == ["alpha 1", "alpha 2", "alpha 3", "beta"]
 
 
 class TestWhileTheNewGenerationIsIncomplete:
     @pytest.fixture
     def half_way(self, site: Site):
         """Six rows of the old model; four of the new one are embedded when its server fails."""
-        repository = site.repository("docs", texts("alpha", 6))
-        sweep_all(repository)
+        repository = site.repository("docs", *texts("alpha", 6))
+        site.swept(repository)
         swap(site)
         replies = [opposite(), status(502)]
         site.server.script(lambda call: replies.pop(0) if replies and model_of(call) == NEW else None)
-        assert outcome_of(sweep_all(repository), repository).status == "failed"
+        assert outcome_of(site.swept(repository), repository).status == "failed"
         return site, repository
 
     def test_search_answers_from_the_old_one_alone(self, half_way) -> None:
         site, repository = half_way
         assert stored(repository) == 10
         calls = len(site.server.embedding_calls)
-        assert sorted(found(site)) == sorted(f"alpha text {number}" for number in range(6))
+        assert sorted(found(site)) == sorted(f"alpha {number}" for number in range(6))
         assert models_asked(site, calls) == {OLD}
 
     def test_the_next_sweep_embeds_what_is_missing(self, half_way) -> None:
         site, repository = half_way
         site.server.script(lambda call: opposite() if model_of(call) == NEW else None)
-        outcome = outcome_of(sweep_all(repository), repository)
+        outcome = outcome_of(site.swept(repository), repository)
         assert (outcome.status, outcome.embedded) == ("succeeded", 2)
-        assert found(site)[0] == "alpha text 1"
+        assert found(site)[0] == "alpha 1"
         assert stored(repository) == 6
 
 
 class TestInTheMiddleOfARun:
     def test_what_is_out_is_stored_what_is_queued_is_put_off(self, site: Site) -> None:
         gate = Gate()
-        site.server.script(lambda call: gated(gate) if "alpha text 0" in call.texts else None)
-        repository = site.repository("docs", texts("alpha", 12))
-        run = start(repository)
+        site.server.script(lambda call: gated(gate) if "alpha 0" in call.texts else None)
+        repository = site.repository("docs", *texts("alpha", 12))
+        run = site.start_and_scan(repository)
         with in_threads() as submit:
-            submit(lambda: drain(site))
+            submit(site.drain)
             gate.wait_arrived()
             swap(site)
             gate.release()
-        run = drive(run)
-        assert codes_of(run, [repository]) == [("deferred", codes.GENERATION_CHANGED, "")]
+        run = site.carry_out(run)
+        assert all_codes(run, repository) == [("deferred", codes.GENERATION_CHANGED, "")]
         assert (run.status, run.circuit.state) == ("deferred", "closed")
         assert models_asked(site, 0) == {OLD}
         assert stored(repository) == 4
         assert len(found(site)) == 4
 
         site.server.script(lambda call: opposite() if model_of(call) == NEW else None)
-        outcome = outcome_of(sweep_all(repository), repository)
+        outcome = outcome_of(site.swept(repository), repository)
         assert (outcome.status, outcome.embedded, stored(repository)) == ("succeeded", 12, 12)
         assert len(found(site)) == 12
 
     def test_a_vector_of_one_model_is_never_a_row_of_another(self, site: Site) -> None:
         gate = Gate()
         site.server.next(gated(gate, default()))
-        repository = site.repository("docs", texts("alpha", 4))
-        run = start(repository)
+        repository = site.repository("docs", *texts("alpha", 4))
+        run = site.start_and_scan(repository)
         with in_threads() as submit:
-            submit(lambda: drain(site))
+            submit(site.drain)
             gate.wait_arrived()
             swap(site)
             gate.release()
-        drive(run)
-        sweep_all(repository)
+        site.carry_out(run)
+        site.swept(repository)
         for row in KnowledgeRow.objects.filter(generation__model=NEW).select_related("generation"):
             old = KnowledgeRow.objects.filter(generation__model=OLD, text_hash=row.text_hash).first()
             assert old is None or not np.allclose(old.vector, row.vector)

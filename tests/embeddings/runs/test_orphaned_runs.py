@@ -18,7 +18,7 @@ from embeddings.runs import orphaned_runs, sweep
 from embeddings.states import OUTCOME_UNFINISHED, OutcomeStatus, RunStatus, RunTrigger
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.provider_server import Gate, ProviderServer, gated
-from tests.support.sweeping import OPENAI, make_site, outcome_of, start, stored, sweep_all, texts
+from tests.support.sweeps import OPENAI, make_site, outcome_of, stored, texts
 
 pytestmark = [pytest.mark.both_databases, pytest.mark.django_db(transaction=True)]
 
@@ -37,9 +37,9 @@ def unattended(run: TenantRun) -> TenantRun:
 
 class TestARunThatNobodyAttends:
     def test_is_interrupted_and_the_next_sweep_completes(self, site):
-        repository = site.repository("docs", texts("docs", 3))
-        abandoned = unattended(start(repository))
-        run = sweep_all(repository)
+        repository = site.repository("docs", *texts("docs", 3))
+        abandoned = unattended(site.start_and_scan(repository))
+        run = site.swept(repository)
         assert outcome_of(run, repository).status == OutcomeStatus.SUCCEEDED
         outcome = outcome_of(abandoned, repository)
         assert (outcome.status, outcome.error_code) == (OutcomeStatus.INTERRUPTED, codes.RUN_ABANDONED)
@@ -48,22 +48,22 @@ class TestARunThatNobodyAttends:
         assert stored(repository) == 3
 
     def test_one_that_is_attended_keeps_its_repositories(self, site):
-        repository = site.repository("docs", texts("docs", 3))
-        alive = unattended(start(repository))
+        repository = site.repository("docs", *texts("docs", 3))
+        alive = unattended(site.start_and_scan(repository))
         orphaned_runs.attend(alive.pk)
         (late,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
         assert outcome_of(late, repository).status == OutcomeStatus.SKIPPED
         assert outcome_of(alive, repository).status in OUTCOME_UNFINISHED
 
     def test_twin_without_the_interruption_the_repository_stays_taken(self, site, monkeypatch):
-        repository = site.repository("docs", texts("docs", 3))
-        unattended(start(repository))
+        repository = site.repository("docs", *texts("docs", 3))
+        unattended(site.start_and_scan(repository))
         monkeypatch.setattr(orphaned_runs, "interrupt", lambda run_id: False)
         (late,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
         assert outcome_of(late, repository).status == OutcomeStatus.SKIPPED
 
     def test_a_live_scan_keeps_it_alive(self, site):
-        repository = site.repository("docs", texts("docs", 3))
+        repository = site.repository("docs", *texts("docs", 3))
         (run,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
         assert sweep._claim(run.pk) is not None
         unattended(run)
@@ -72,7 +72,7 @@ class TestARunThatNobodyAttends:
 
 class TestASweepKilledInTheMiddle:
     def test_the_next_sweep_waits_for_its_lease_and_completes(self, site, process_environment):
-        repository = site.repository("docs", texts("docs", 12))
+        repository = site.repository("docs", *texts("docs", 12))
         gate = Gate()
         site.server.next(gated(gate))
         environ = process_environment | {"LEASE_MS": "1500", "LEASE_RENEW_MS": "300"}

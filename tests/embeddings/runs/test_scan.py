@@ -7,7 +7,7 @@ from embeddings.runs import scan, sweep
 from embeddings.states import OutcomeStatus, RunStatus
 from tests.support.factories import make_generation, make_provider
 from tests.support.provider_server import containing, hang
-from tests.support.stage import live_texts, outcome_of, texts
+from tests.support.sweeps import live_texts, outcome_of, texts
 
 pytestmark = pytest.mark.both_databases
 

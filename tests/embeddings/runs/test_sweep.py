@@ -14,11 +14,9 @@ from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, Repository,
 from embeddings.runs import circuit, outcomes, sweep
 from embeddings.runtime import shutdown
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, RunTrigger, TaskState
-from tests.guarantees.test_circuit_matrix import draining
-from tests.guarantees.test_circuit_opens import TimedOut, two_dispatched
 from tests.support.factories import make_outcome, make_provider, make_repository, make_run, make_tenant
 from tests.support.provider_server import Gate, containing, gated, hang, status, vector_of
-from tests.support.stage import DIMENSIONS, codes_of, live_texts, outcome_of, texts
+from tests.support.sweeps import DIMENSIONS, TimedOut, codes_of, draining, live_texts, outcome_of, texts, two_dispatched
 
 pytestmark = pytest.mark.both_databases
 
@@ -192,7 +190,7 @@ def out_as_another_opened_the_circuit(stage, *b_texts):
     a, b = stage.repository("a", "alpha"), stage.repository("b", *b_texts)
     run = stage.start(a, b)
     stage.scan(run)
-    of_a, of_b = two_dispatched(stage, run, outcome_of(run, a), outcome_of(run, b))
+    of_a, of_b = two_dispatched(stage, outcome_of(run, a), outcome_of(run, b))
     circuit.open_for(of_a, TimedOut())
     task_queue.fail(of_a, TimedOut.code, "")
     return run, b, of_b

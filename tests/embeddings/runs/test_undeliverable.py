@@ -9,7 +9,7 @@ from embeddings.query.search import search
 from embeddings.registry import set_provider
 from tests.support.commanding import manage
 from tests.support.provider_server import ProviderServer, containing, status
-from tests.support.sweeping import DIMENSIONS, LOCAL_KINDS, Site, make_site, outcome_of, stored, sweep_all, texts
+from tests.support.sweeps import DIMENSIONS, LOCAL_KINDS, Site, files_of, make_site, outcome_of, stored, texts
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.both_databases]
 
@@ -29,8 +29,8 @@ def site(request, server, tmp_path) -> Site:
 def refused(site: Site):
     """Five rows, one of which the provider refuses."""
     site.server.when(containing("poison"), status(400, {"error": "the text is too long"}))
-    repository = site.repository("docs", texts("plain", 4) | {"bad.txt": "first line\npoison\n"})
-    outcome = outcome_of(sweep_all(repository), repository)
+    repository = site.repository("docs", files=files_of(texts("plain", 4)) | {"bad.txt": "first line\npoison\n"})
+    outcome = outcome_of(site.swept(repository), repository)
     assert (outcome.status, outcome.undeliverable, stored(repository)) == ("succeeded", 1, 4)
     return repository
 
@@ -47,10 +47,10 @@ class TestListed:
 
     def test_the_file_is_live_without_it_and_search_does_not_find_it(self, site: Site, refused) -> None:
         assert not FileVersion.objects.filter(is_live=False).exists()
-        assert len(search(site.tenant, "plain text 1", limit=10)) == 4
+        assert len(search(site.tenant, "plain 1", limit=10)) == 4
 
     def test_an_unchanged_sweep_leaves_it_alone(self, site: Site, refused) -> None:
-        outcome = outcome_of(sweep_all(refused), refused)
+        outcome = outcome_of(site.swept(refused), refused)
         assert (outcome.status, outcome.provider_calls, outcome.undeliverable) == ("unchanged", 0, 1)
 
 
@@ -59,13 +59,13 @@ class TestTriedAgain:
         said = manage("rows", "retry", "--repository", f"{site.tenant.slug}/docs").out
         assert said.startswith("1 rows are tried again")
         site.server.clear_script()
-        outcome = outcome_of(sweep_all(refused), refused)
+        outcome = outcome_of(site.swept(refused), refused)
         assert (outcome.status, outcome.embedded, outcome.undeliverable, stored(refused)) == ("succeeded", 1, 0, 5)
-        assert len(search(site.tenant, "plain text 1", limit=10)) == 5
+        assert len(search(site.tenant, "plain 1", limit=10)) == 5
 
     def test_and_refused_again(self, site: Site, refused) -> None:
         manage("rows", "retry", "--tenant", site.tenant.slug)
-        outcome = outcome_of(sweep_all(refused), refused)
+        outcome = outcome_of(site.swept(refused), refused)
         assert (outcome.undeliverable, outcome.pending, stored(refused)) == (1, 0, 4)
         # Alone, and the control: the refused text is no worse than it was.
         assert outcome.provider_calls <= 3
@@ -78,16 +78,16 @@ class TestTriedAgain:
     def test_when_the_limits_change(self, change: dict, site: Site, refused) -> None:
         set_provider(site.provider.name, change)
         site.server.clear_script()
-        outcome = outcome_of(sweep_all(refused), refused)
+        outcome = outcome_of(site.swept(refused), refused)
         assert (outcome.status, outcome.undeliverable, stored(refused)) == ("succeeded", 0, 5)
 
     def test_when_the_model_changes(self, site: Site, refused) -> None:
         set_provider(site.provider.name, {"embedding_model": "larger"})
         site.provider.refresh_from_db()
         site.server.clear_script()
-        outcome = outcome_of(sweep_all(refused), refused)
+        outcome = outcome_of(site.swept(refused), refused)
         assert (outcome.status, outcome.undeliverable, outcome.embedded, stored(refused)) == ("succeeded", 0, 5, 5)
 
     def test_not_when_something_else_changes(self, site: Site, refused) -> None:
         set_provider(site.provider.name, {"stream_idle_timeout_ms": 1_000})
-        assert outcome_of(sweep_all(refused), refused).status == "unchanged"
+        assert outcome_of(site.swept(refused), refused).status == "unchanged"

@@ -10,7 +10,7 @@ from streaming.log import valkey
 from streaming.log.events import END_SEQ, log_key
 from streaming.models import ChatTurn, Conversation
 from streaming.states import TurnState
-from tests.support.chat_stack import LIMITS, in_thread, text_of
+from tests.support.chat_stack import LIMITS, text_of
 from tests.support.factories import make_generation, make_repository, make_row, make_tenant, make_version
 from tests.support.provider_server import Gate, status, vector_of
 from tests.support.provider_server.chat_stream import (
@@ -26,6 +26,7 @@ from tests.support.provider_server.chat_stream import (
     sse,
     usage,
 )
+from tests.support.threads import in_thread
 from tests.support.waiting import PROMPTLY_S
 
 

@@ -10,10 +10,10 @@ from streaming.models import ChatTurn
 from streaming.states import TurnOrigin, TurnState
 from streaming.tasks import run_turn
 from streaming.turns import fairness
-from tests.support.chat_stack import in_thread
 from tests.support.factories import make_provider, make_tenant
 from tests.support.provider_server import Gate, ProviderServer
 from tests.support.provider_server.chat_stream import D, F, R, T, at_gate, repeat, sse
+from tests.support.threads import in_thread
 from tests.support.waiting import eventually
 
 SHARES = 2

@@ -18,9 +18,10 @@ from streaming.log.events import log_key
 from streaming.models import ChatTurn
 from streaming.states import TurnState
 from streaming.turns.transitions import RUN_TURN
-from tests.support.chat_stack import in_thread, text_of
+from tests.support.chat_stack import text_of
 from tests.support.provider_server import Gate, gated
 from tests.support.provider_server.chat_stream import D, F, R, T, at_gate, silence, silence_forever, sse, usage
+from tests.support.threads import in_thread
 from tests.support.waiting import PROMPTLY_S, eventually
 
 
