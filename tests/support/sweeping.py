@@ -115,7 +115,7 @@ def _has_something_to_do(run_id: int) -> bool:
     out = EmbeddingTask.objects.filter(run=run, state__in=(TaskState.DISPATCHED, TaskState.ANSWERED))
     return (
         run.status not in RUN_UNFINISHED
-        or task_queue.stands_idle(run.provider_id)
+        or task_queue.wants_drain(run.provider_id)
         or sweep.is_claimable(run)
         or not (out.exists() or EmbeddingTask.objects.filter(run=run, state=TaskState.QUEUED).exists())
     )
