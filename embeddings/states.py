@@ -48,7 +48,8 @@ class OutcomeStatus(TextChoices):
     CANCELLED = "cancelled"
 
 
-OUTCOME_UNFINISHED = (OutcomeStatus.PENDING, OutcomeStatus.SCANNING, OutcomeStatus.EMBEDDING)
+OUTCOME_ACTIVE = (OutcomeStatus.SCANNING, OutcomeStatus.EMBEDDING)
+OUTCOME_UNFINISHED = (OutcomeStatus.PENDING, *OUTCOME_ACTIVE)
 
 
 class TaskPriority(IntegerChoices):

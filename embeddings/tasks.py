@@ -1,4 +1,4 @@
-"""Celery's doors: each does whatever the rows say, so that a lost message loses nothing and a duplicate does nothing."""
+"""Celery's entry points. Each derives its work from the rows: a lost message loses nothing, and a duplicate does nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from celery import shared_task
 
 from embeddings.dispatch import task_queue
 from embeddings.models import TenantRun
-from embeddings.runs import retention as purging
-from embeddings.runs import schedule, sweep
+from embeddings.runs import retention, schedule, sweep
 from embeddings.states import RUN_UNFINISHED
 
 logger = logging.getLogger(__name__)
@@ -33,17 +32,17 @@ def scan_run(run_id: int) -> None:
 def advance_run(run_id: int) -> None:
     """Moves one run on as far as its rows allow."""
     if TenantRun.objects.filter(pk=run_id).exists():
-        sweep.attend(run_id)
+        sweep.advance(run_id, heartbeat=True)
 
 
 @shared_task(name="embeddings.tick")
 def tick() -> None:
-    """Beat's round: advances every unfinished run, and rings again for work that lies beside a free slot."""
+    """Beat's round: advances every unfinished run, and wakes a drain wherever work waits beside a free slot."""
     for run_id in TenantRun.objects.filter(status__in=RUN_UNFINISHED).values_list("pk", flat=True):
         try:
-            sweep.attend(run_id)
+            sweep.advance(run_id, heartbeat=True)
         except Exception:
-            # Whatever is wrong with one run, the others are not to stand still for it; the next round tries again.
+            # One run's trouble, whatever it is, must not stop the others; the next round tries again.
             logger.exception("run %s could not be advanced", run_id)
     for provider_id in task_queue.providers_with_work():
         drain_provider.delay(provider_id)
@@ -58,4 +57,4 @@ def start_due() -> None:
 @shared_task(name="embeddings.purge")
 def purge() -> None:
     """Deletes what has been removed, and facts past their retention."""
-    purging.purge()
+    retention.purge()

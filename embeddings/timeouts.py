@@ -46,6 +46,11 @@ def is_provider_timeout(error: object) -> bool:
         code = getattr(error, "code", None)
     except Exception:  # `code` may be any property; one that raises is not one of the four codes.
         return False
+    return is_timeout_code(code)
+
+
+def is_timeout_code(code: object) -> bool:
+    """Whether this is exactly one of the four codes, as an error carries it or a row keeps it."""
     return type(code) is str and code in PROVIDER_TIMEOUT_CODES
 
 

@@ -44,7 +44,7 @@ async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) ->
     """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
     found = await _taken(turn_requests.take_completion, caller(request), body, completion_for_provider(request))
     async with replies.cancelled_by_hang_up(found):
-        await wake_ups.in_ringing_thread(transitions.ring, found)
+        await wake_ups.in_notifying_thread(transitions.ring, found)
     if body.stream:
         return await replies.completion_stream(found, include_usage=body.include_usage)
     return await replies.completion(found)
@@ -105,7 +105,7 @@ _READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
 async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
     """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
     found = await _taken(turn_requests.take_native, caller(request), body, turn_for_provider(request))
-    await wake_ups.in_ringing_thread(transitions.ring, found)
+    await wake_ups.in_notifying_thread(transitions.ring, found)
     return Status(
         201, {**await in_database(turn_requests.rendered, found), "events_token": turn_requests.event_token(found)}
     )

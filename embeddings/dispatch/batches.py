@@ -1,23 +1,23 @@
-"""Choosing an outcome's next batch from its pending rows: rows are the backlog, tasks are only the front of it."""
+"""An outcome's batches, chosen from its pending rows: rows are the backlog, tasks are only the front of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from django.db import transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import Q, QuerySet
 from django.db.models.functions import Length
 
 from embeddings import codes
 from embeddings.dispatch import task_queue
 from embeddings.dispatch.task_queue import Dispatched
 from embeddings.knowledge import store
-from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, RepositoryOutcome
+from embeddings.models import EmbeddingTask, KnowledgeRow, RepositoryOutcome
 from embeddings.states import TASK_UNSETTLED, TaskState
 
-# An outcome's share of the queue: one task at the provider while the next one waits; one for each slot where there are more.
+# An outcome's share of the queue: one task at the provider and one waiting; with several slots, one for each and one waiting.
 UNSETTLED_MAX = 2
 
 
@@ -50,36 +50,26 @@ def pending_rows(repository_id: int, generation_id: int) -> QuerySet[KnowledgeRo
 
 
 def refill(outcome: RepositoryOutcome) -> int:
-    """Puts the outcome's next batches until it has its share of unsettled tasks. Returns how many were put.
+    """Queues the outcome's next batches until it has its share of unsettled tasks. Returns how many were queued.
 
     Raises DispatchNotAllowed once the run no longer dispatches.
     """
-    put, has_room = 0, True
-    while has_room:
-        was_put, has_room = _put_next(outcome)
-        put += was_put
-    return put
-
-
-def _put_next(outcome: RepositoryOutcome) -> tuple[bool, bool]:
-    """Whether a batch was put, and whether there may be room for another."""
-    with transaction.atomic():
-        run = task_queue.lock_run(outcome.run_id)
-        unsettled = EmbeddingTask.objects.filter(outcome=outcome, split_from=None, state__in=TASK_UNSETTLED)
-        room = _share(outcome.run.provider) - unsettled.count()
-        if room <= 0:
-            return False, False
-        row_ids, texts = _choose(outcome, run.generation_id)
-        if not row_ids:
-            return False, False
-        _bind(task_queue.put_batch(outcome, texts), row_ids)
-    return True, room > 1
-
-
-def _share(provider: Provider) -> int:
-    # A cap that makes no sense is admission's to refuse.
-    cap = provider.max_in_flight
-    return max(UNSETTLED_MAX, min(cap, 64) + 1) if type(cap) is int else UNSETTLED_MAX
+    cap = outcome.run.provider.max_in_flight
+    # Admission refuses a cap that makes no sense.
+    share = max(UNSETTLED_MAX, min(cap, 64) + 1) if type(cap) is int else UNSETTLED_MAX
+    queued = 0
+    while True:
+        with transaction.atomic():
+            run = task_queue.lock_run(outcome.run_id)
+            unsettled = EmbeddingTask.objects.filter(outcome=outcome, split_from=None, state__in=TASK_UNSETTLED)
+            room = share - unsettled.count()
+            row_ids, texts = _choose(outcome, run.generation_id) if room > 0 else ([], 0)
+            if not row_ids:
+                return queued
+            _bind(task_queue.put_batch(outcome, texts), row_ids)
+        queued += 1
+        if room == 1:
+            return queued
 
 
 def _choose(outcome: RepositoryOutcome, generation_id: int) -> tuple[list[int], int]:
@@ -111,23 +101,14 @@ def _unbound(outcome: RepositoryOutcome, generation_id: int) -> Iterator[tuple[i
         if not page:
             return
         last = page[-1][0]
-        known = _take_known(outcome, generation_id, page)
+        known = store.known_vectors(outcome.repository.tenant_id, generation_id, (bytes(hash_) for _, _, hash_ in page))
+        if taken := [(row_id, known[bytes(hash_)]) for row_id, _, hash_ in page if bytes(hash_) in known]:
+            # The outcome before the versions: the order of locks.
+            task_queue.add_counts(outcome.pk, reused=len(taken))
+            store.write_vectors(outcome.repository_id, taken)
         for row_id, length, hash_ in page:
-            if row_id not in known:
+            if bytes(hash_) not in known:
                 yield row_id, length, bytes(hash_)
-
-
-def _take_known(
-    outcome: RepositoryOutcome, generation_id: int, page: Sequence[tuple[int, int, bytes | memoryview]]
-) -> set[int]:
-    tenant_id = outcome.repository.tenant_id
-    known = store.known_vectors(tenant_id, generation_id, (bytes(hash_) for _, _, hash_ in page))
-    rows = [(row_id, known[bytes(hash_)]) for row_id, _, hash_ in page if bytes(hash_) in known]
-    if rows:
-        # The outcome before the versions: that is the order of locks.
-        RepositoryOutcome.objects.filter(pk=outcome.pk).update(reused=F("reused") + len(rows))
-        store.write_vectors(outcome.repository_id, rows)
-    return {row_id for row_id, _ in rows}
 
 
 def _bind(task: EmbeddingTask, row_ids: Iterable[int]) -> None:
@@ -136,7 +117,7 @@ def _bind(task: EmbeddingTask, row_ids: Iterable[int]) -> None:
 
 # --- a refused batch -------------------------------------------------------------------------------------------------
 def split(task: Dispatched, batch: Batch) -> bool:
-    """Puts the batch's two halves in its place, so that the guilty text ends up alone. False if it is no longer held.
+    """Queues the batch's two halves in its place, so that the refused text ends up alone. False if it is no longer held.
 
     A run that no longer dispatches gets the task removed instead.
     """
@@ -147,15 +128,11 @@ def split(task: Dispatched, batch: Batch) -> bool:
         if not task_queue.remove_held(task, reason):
             return False
         if run.dispatch_allowed:
-            _put_halves(outcome, root_id(task.id), batch)
+            middle, root = len(batch.texts) // 2, root_id(task.id)
+            for ids in (batch.row_ids[:middle], batch.row_ids[middle:]):
+                half = task_queue.put_batch(outcome, len(ids), split_from_id=root)
+                _bind(half, (row_id for group in ids for row_id in group))
     return True
-
-
-def _put_halves(outcome: RepositoryOutcome, root: int, batch: Batch) -> None:
-    middle = len(batch.texts) // 2
-    for ids in (batch.row_ids[:middle], batch.row_ids[middle:]):
-        half = task_queue.put_batch(outcome, len(ids), split_from_id=root)
-        _bind(half, (row_id for group in ids for row_id in group))
 
 
 def root_id(task_id: int) -> int:
@@ -164,14 +141,19 @@ def root_id(task_id: int) -> int:
 
 
 def has_landed(root: int) -> bool:
-    """Whether the provider takes some text of this batch, or took the control text: the fault is then a text's own."""
+    """Whether the provider took some text of this batch, or the control text: then a refusal is due to the text itself."""
     if EmbeddingTask.objects.filter(pk=root, control_passed=True).exists():
         return True
     return EmbeddingTask.objects.filter(split_from=root, state=TaskState.STORED).exists()
 
 
-def condemn(task: Dispatched, batch: Batch, reason: str) -> bool:
-    """Marks the rows of a lone refused text undeliverable. False if the task is no longer held."""
+def note_control_passed(root: int) -> bool:
+    """Remembers that the provider took the control text. False if the batch has gone."""
+    return EmbeddingTask.objects.filter(pk=root).update(control_passed=True) == 1
+
+
+def mark_undeliverable(task: Dispatched, batch: Batch, reason: str) -> bool:
+    """Marks the rows of a refused text, alone in its batch, undeliverable. False if the task is no longer held."""
     outcome = RepositoryOutcome.objects.get(pk=task.of_outcome)
     with transaction.atomic():
         if not task_queue.remove_held(task, codes.TEXT_UNDELIVERABLE, reason):

@@ -1,4 +1,4 @@
-"""Handing an interactive caller its vectors: a Valkey list wakes it at once, the task's row is the truth."""
+"""Delivers vectors to an interactive caller: a Valkey list wakes it at once; the task's row is the truth."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def decode(kept: Any) -> np.ndarray:
 
 
 def announce(task_id: int) -> None:
-    """Wakes whoever waits for the task: it has ended, one way or the other."""
+    """Wakes the caller that waits for the task: the task has ended, well or not."""
     try:
         with valkey.client().pipeline() as pipeline:
             pipeline.lpush(_key(task_id), b"1")
             pipeline.expire(_key(task_id), _TTL_S)
             pipeline.execute()
     except valkey.UNREACHABLE as error:
-        logger.warning("a waiting caller could not be woken (%s): it looks at the row", type(error).__name__)
+        logger.warning("a waiting caller could not be woken (%s): it polls the row", type(error).__name__)
 
 
 def wait(task_id: int, seconds: float) -> None:
-    """Waits for the announcement, `seconds` at most; returns early or late, the caller looks at the row."""
+    """Waits for the announcement, at most `seconds`; may return early: the caller looks at the row."""
     try:
         valkey.client().blpop([_key(task_id)], timeout=seconds)
     except valkey.UNREACHABLE:

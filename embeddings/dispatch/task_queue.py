@@ -1,8 +1,8 @@
-"""Durable embedding tasks: put, admit, settle, requeue, reclaim, remove (docs/architecture.md, Embedding).
+"""Durable embedding tasks and all transitions of their states (docs/architecture.md, Embedding, Data and states).
 
-Locks are taken in one order everywhere: provider, run, outcome, task. Putting and opening a circuit lock the run and
+Locks are taken in one order everywhere: provider, run, outcome, task. Putting a task and opening a circuit lock the run and
 never the provider. Every way into `queued` reads the run's `dispatch_allowed` in the same transaction, under its lock.
-The statements stand in `task_statements`, and run from here alone.
+The raw statements are in `task_statements`, and are run here alone. The counts of outcomes are added to here alone.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from django.conf import settings
 from django.db import connection, transaction
-from django.db.models import Q
+from django.db.models import F, Q
 from django.utils import timezone
 
 from embeddings import codes
 from embeddings.dispatch import task_statements as sql
 from embeddings.errors import DispatchNotAllowed, ProviderConfigurationError
-from embeddings.models import EmbeddingTask
+from embeddings.models import EmbeddingTask, RepositoryOutcome
 from embeddings.states import TASK_UNSETTLED, TaskPriority, TaskState
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
-    from embeddings.models import EmbeddingGeneration, Provider, RepositoryOutcome
+    from embeddings.models import EmbeddingGeneration, Provider
 
 LOSSES_MAX = 3
 Order = Literal["fair", "fifo"]
@@ -80,21 +80,21 @@ def put_batch(outcome: RepositoryOutcome, text_count: int, split_from_id: int | 
 
 
 def put_interactive(
-    provider: Provider, generation: EmbeddingGeneration, texts: Sequence[str], patience_ms: int
+    provider: Provider, generation: EmbeddingGeneration, texts: Sequence[str], timeout_ms: int
 ) -> EmbeddingTask:
-    """Queues the texts of one interactive caller; undispatched after `patience_ms`, the task is removed."""
+    """Queues the texts of one interactive caller; undispatched after `timeout_ms`, the task is removed."""
     return EmbeddingTask.objects.create(
         provider=provider,
         generation=generation,
         priority=TaskPriority.INTERACTIVE,
         texts=list(texts),
         text_count=len(texts),
-        expires_at=timezone.now() + timedelta(milliseconds=patience_ms),
+        expires_at=timezone.now() + timedelta(milliseconds=timeout_ms),
     )
 
 
 def lock_provider(provider_id: int) -> None:
-    """Locks the provider before the run, where dispatched tasks are to be ended: an admission holds it, and tasks."""
+    """Locks the provider, before the run: an admission holds this lock while it holds tasks."""
     with connection.cursor() as cursor:
         _lock_provider(cursor, provider_id)
 
@@ -107,7 +107,7 @@ class LockedRun:
 
 
 def lock_run(run_id: int) -> LockedRun:
-    """Locks the run for the rest of the transaction and reads what a put needs."""
+    """Locks the run for the rest of the transaction and reads its provider, generation and whether it dispatches."""
     with connection.cursor() as cursor:
         cursor.execute(
             f"SELECT provider_id, generation_id, dispatch_allowed FROM embeddings_tenantrun WHERE id = %s {sql.lock()}",
@@ -126,47 +126,32 @@ def admit(provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
     overtaken for `LANE_BATCH_MAX_WAIT_MS` goes next.
     """
     with transaction.atomic(), connection.cursor() as cursor:
-        return _admit(cursor, provider_id, slots, order)
+        provider = _lock_provider(cursor, provider_id, sql.LOCK_TO_ADMIT)
+        if provider is None:
+            return None
+        _reclaim(cursor, provider_id)
+        return _dispatch_next(cursor, provider, slots, order)
 
 
 def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool, Dispatched | None]:
     """A reply came: the task is answered, its slot free, and the next task dispatched, in one transaction.
 
-    Says whether the task was still held; the lease is renewed and kept until the vectors are stored.
+    Returns first whether the task was still held. Its lease is renewed, and must be kept until the vectors are stored.
     """
     with transaction.atomic(), connection.cursor() as cursor:
-        gate = _lock_provider(cursor, task.provider_id, sql.LOCK_TO_ADMIT)
-        held = sql.execute(cursor, sql.SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
+        provider = _lock_provider(cursor, task.provider_id, sql.LOCK_TO_ADMIT)
+        held = sql.execute(cursor, sql.SETTLE, **_holder(task)) == 1
         try:
-            # Without reclaiming: that locks runs, which come before the task that is locked by now.
-            return held, _pick_and_dispatch(cursor, gate, slots, order)
+            # Reclaiming would lock runs, which come before the task that is locked by now.
+            return held, _dispatch_next(cursor, provider, slots, order) if provider else None
         except ProviderConfigurationError:
-            # The reply counts whatever the cap is by now; the next admission says what is wrong with it.
+            # The reply counts whatever the cap is by now; the next admission raises this again.
             return held, None
 
 
-def _admit(cursor: CursorWrapper, provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
-    gate = _lock_provider(cursor, provider_id, sql.LOCK_TO_ADMIT)
-    if gate is not None:
-        _reclaim(cursor, provider_id)
-    return _pick_and_dispatch(cursor, gate, slots, order)
-
-
-def _pick_and_dispatch(cursor: CursorWrapper, gate: _Gate | None, slots: Slots, order: Order) -> Dispatched | None:
-    if gate is None or gate.is_paused:
-        return None
-    free = _free_slot(cursor, gate.provider_id, slots(gate.cap))
-    if free is _NO_SLOT:
-        return None
-    while picked := _pick(cursor, gate, order):
-        if dispatched := _dispatch(cursor, gate, picked, free):
-            return dispatched
-    return None
-
-
 @dataclass(frozen=True)
-class _Gate:
-    provider_id: int
+class _ProviderState:
+    id: int
     is_paused: bool
     is_busy: bool
     batch_is_due: bool
@@ -177,13 +162,13 @@ class _Gate:
 _NO_SLOT = object()
 
 
-def _lock_provider(cursor: CursorWrapper, provider_id: int, statement: str | None = None) -> _Gate | None:
-    # A statement of its own: folded into the pick, PostgreSQL would go on with the snapshot from before the wait.
+def _lock_provider(cursor: CursorWrapper, provider_id: int, statement: str | None = None) -> _ProviderState | None:
+    # A statement of its own: within the pick, PostgreSQL would use the snapshot from before it waited for the lock.
     sql.execute(cursor, statement or sql.LOCK_PROVIDER, provider=provider_id)
     row = cursor.fetchone()
     if row is None:
         return None
-    return _Gate(provider_id, bool(row[0]), bool(row[1]), bool(row[2]), bool(row[3]), cap=row[4])
+    return _ProviderState(provider_id, bool(row[0]), bool(row[1]), bool(row[2]), bool(row[3]), cap=row[4])
 
 
 def _free_slot(cursor: CursorWrapper, provider_id: int, slots: int | None) -> Any:
@@ -197,64 +182,72 @@ def _free_slot(cursor: CursorWrapper, provider_id: int, slots: int | None) -> An
     return next(slot for slot in range(slots) if slot not in taken)
 
 
-def _pick(cursor: CursorWrapper, gate: _Gate, order: Order) -> tuple[Any, ...] | None:
-    statement = sql.PICK[order, gate.batch_is_due]
-    sql.execute(cursor, statement, provider=gate.provider_id, batch_least=0 if gate.is_busy else TaskPriority.BATCH)
-    return cursor.fetchone()  # type: ignore[no-any-return]
-
-
-def _dispatch(cursor: CursorWrapper, gate: _Gate, picked: tuple[Any, ...], slot: int | None) -> Dispatched | None:
-    """Dispatches the picked task unless it was removed since; None then."""
-    task = Dispatched(picked[0], secrets.token_hex(16), gate.provider_id, *picked[1:])
-    if task.outcome_id is not None:
-        # The outcome before the task: an opening circuit locks them in that order.
-        sql.execute(
-            cursor, sql.COUNT_DISPATCH, outcome=task.outcome_id, instant=f"{timezone.now():%Y-%m-%d %H:%M:%S.%f}"
-        )
-    if sql.execute(cursor, sql.DISPATCH, slot=slot, **_holder(task)) == 0:
-        count_calls(task, -1)
+def _dispatch_next(cursor: CursorWrapper, provider: _ProviderState, slots: Slots, order: Order) -> Dispatched | None:
+    if provider.is_paused:
         return None
-    _note_overtaking(cursor, gate, task)
+    slot = _free_slot(cursor, provider.id, slots(provider.cap))
+    if slot is _NO_SLOT:
+        return None
+    pick = sql.PICK[order, provider.batch_is_due]
+    priority_most = TaskPriority.INTERACTIVE if provider.is_busy else TaskPriority.BATCH
+    while True:
+        sql.execute(cursor, pick, provider=provider.id, priority_most=priority_most)
+        picked = cursor.fetchone()
+        if picked is None:
+            return None
+        task = Dispatched(picked[0], secrets.token_hex(16), provider.id, *picked[1:])
+        if _dispatch(cursor, task, slot):
+            break
+    # The time of the first overtaking is kept: a batch queued long ago in a long backlog is not overtaken.
+    if task.is_interactive:
+        sql.execute(cursor, sql.OVERTAKING, provider=provider.id)
+    elif provider.was_overtaken:
+        sql.execute(cursor, sql.NOT_OVERTAKEN, provider=provider.id)
     return task
 
 
-def _note_overtaking(cursor: CursorWrapper, gate: _Gate, task: Dispatched) -> None:
-    """Counts from the first overtaking, not from when the batch was queued: a long backlog is not a long overtaking."""
-    if task.is_interactive:
-        sql.execute(cursor, sql.OVERTAKING, provider=gate.provider_id)
-    elif gate.was_overtaken:
-        sql.execute(cursor, sql.NOT_OVERTAKEN, provider=gate.provider_id)
+def _dispatch(cursor: CursorWrapper, task: Dispatched, slot: int | None) -> bool:
+    """Dispatches the picked task. False if it was removed since."""
+    if task.outcome_id is not None:
+        # The outcome before the task: the order in which an opening circuit locks them.
+        sql.execute(
+            cursor, sql.COUNT_DISPATCH, outcome=task.outcome_id, instant=f"{timezone.now():%Y-%m-%d %H:%M:%S.%f}"
+        )
+    if sql.execute(cursor, sql.DISPATCH, slot=slot, **_holder(task)) == 1:
+        return True
+    count_calls(task, -1)
+    return False
 
 
 def peek(provider_id: int, order: Order) -> int | None:
-    """The id of the task that would most likely be admitted next, without a lock: a guess to prepare for."""
+    """The id of the task that would most likely be admitted next; reads without a lock."""
     with connection.cursor() as cursor:
-        sql.execute(cursor, sql.PICK[order, False], provider=provider_id, batch_least=TaskPriority.BATCH)
+        sql.execute(cursor, sql.PICK[order, False], provider=provider_id, priority_most=TaskPriority.BATCH)
         row = cursor.fetchone()
     return row[0] if row else None
 
 
 def has_work(provider_id: int) -> bool:
-    """Whether a task stands queued, or a lost lease waits to be reclaimed: someone should drain."""
+    """Whether a task is queued, or a lost lease waits to be reclaimed."""
     with connection.cursor() as cursor:
         sql.execute(cursor, sql.HAS_WORK, provider=provider_id)
         return cursor.fetchone() is not None
 
 
-def stands_idle(provider_id: int) -> bool:
-    """Whether a task that could be admitted now stands queued, or a lost lease waits: nobody is at work on them."""
+def wants_drain(provider_id: int) -> bool:
+    """Whether a task is queued that could be admitted now, or a lost lease waits to be reclaimed: a drain is wanted."""
     with connection.cursor() as cursor:
-        sql.execute(cursor, sql.STANDS_IDLE, provider=provider_id)
+        sql.execute(cursor, sql.WANTS_DRAIN, provider=provider_id)
         return cursor.fetchone() is not None
 
 
 def providers_with_work() -> list[int]:
-    """The providers at which work lies idle."""
+    """The providers at which a drain is wanted."""
     unsettled = EmbeddingTask.objects.filter(Q(state__in=TASK_UNSETTLED) | Q(slot__isnull=False))
-    return [pk for pk in unsettled.values_list("provider", flat=True).distinct() if stands_idle(pk)]
+    return [pk for pk in unsettled.values_list("provider", flat=True).distinct() if wants_drain(pk)]
 
 
-# --- the holder's verbs: each matches no row once the token is gone ----------------------------------------------------
+# --- the holder's transitions: each matches no row once its token is gone -----------------------------------------------
 def is_held(task: Dispatched) -> bool:
     return EmbeddingTask.objects.filter(
         pk=task.id, dispatch_token=task.token, state__in=(TaskState.DISPATCHED, TaskState.ANSWERED)
@@ -262,7 +255,7 @@ def is_held(task: Dispatched) -> bool:
 
 
 def renew(task: Dispatched) -> bool:
-    """Renews the lease, also of a removed task whose call is still out; False once the holder is fenced off."""
+    """Renews the lease, also that of a removed task whose call is still out. False once the holder is fenced off."""
     with connection.cursor() as cursor:
         return sql.execute(cursor, sql.RENEW, **_holder(task)) == 1
 
@@ -278,35 +271,45 @@ def remove_held(task: Dispatched, reason: str, detail: str = "") -> bool:
 
 
 def release_slot(task: Dispatched) -> bool:
-    """The call of a task that was removed meanwhile has ended: its slot is free now."""
+    """Frees the slot of a task that was removed while its call was out, now that the call has ended."""
     with connection.cursor() as cursor:
         return sql.execute(cursor, sql.RELEASE_SLOT, **_holder(task)) == 1
 
 
 def settle(task: Dispatched) -> bool:
-    """A reply came and nothing is admitted in its place: answered, slot free, lease renewed until stored."""
+    """A reply came: the task is answered, its slot free, its lease renewed until it is stored. Admits nothing."""
     with connection.cursor() as cursor:
-        return sql.execute(cursor, sql.SETTLE, answered=TaskState.ANSWERED, **_holder(task)) == 1
+        return sql.execute(cursor, sql.SETTLE, **_holder(task)) == 1
 
 
 def mark_stored(task: Dispatched) -> bool:
     """The last step of storing, in its transaction."""
     with connection.cursor() as cursor:
-        return sql.execute(cursor, sql.STORED, **_holder(task)) == 1
+        return sql.execute(cursor, sql.MARK_STORED, **_holder(task)) == 1
+
+
+def was_removed(task: Dispatched) -> bool:
+    """Whether the task was cancelled while its call was out."""
+    return EmbeddingTask.objects.filter(pk=task.id, state=TaskState.REMOVED, dispatch_token=task.token).exists()
 
 
 def count_calls(task: Dispatched, further: int) -> None:
-    """Corrects the outcome's count of HTTP requests, one a dispatch: more for retries, fewer if none left."""
+    """Corrects the outcome's count of HTTP requests, one for each dispatch: more for retries, fewer if none left."""
     if further and task.outcome_id is not None:
-        with connection.cursor() as cursor:
-            sql.execute(cursor, sql.COUNT_CALLS, outcome=task.outcome_id, further=further)
+        add_counts(task.outcome_id, provider_calls=further)
+
+
+def add_counts(outcome_id: int, **further: int) -> None:
+    """Adds to the counts of an outcome: `embedded`, `reused`, `provider_calls`."""
+    counts = {name: F(name) + number for name, number in further.items()}
+    RepositoryOutcome.objects.filter(pk=outcome_id).update(**counts)
 
 
 def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskState | None:
-    """The provider asked for patience: the batch goes back, and the provider takes no batch until then.
+    """Returns the batch of a busy provider to the queue; the provider takes no batch for `retry_after_ms`.
 
-    Too often or for too long, the task fails as busy; a run that no longer dispatches gets it removed. Returns the new
-    state, None if the task is no longer held.
+    After too many requeues, or too long a time, the task fails as busy; where its run no longer dispatches, it is removed.
+    Returns the new state, None if the task is no longer held.
     """
     with transaction.atomic(), connection.cursor() as cursor:
         _lock_provider(cursor, task.provider_id)
@@ -315,21 +318,15 @@ def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskStat
         if not allowed:
             return TaskState.REMOVED if remove_held(task, codes.DISPATCH_STOPPED) else None
         row = EmbeddingTask.objects.get(pk=task.id)
-        if _busy_for_too_long(row):
+        busy_most = timedelta(milliseconds=settings.BUSY_TOTAL_MAX_MS)
+        is_over_time = row.busy_since is not None and timezone.now() - row.busy_since > busy_most
+        if is_over_time or row.busy_requeues >= settings.BUSY_REQUEUES_MAX:
             return TaskState.FAILED if fail(task, codes.PROVIDER_BUSY, detail) else None
         return TaskState.QUEUED if sql.execute(cursor, sql.REQUEUE_BUSY, **_holder(task)) == 1 else None
 
 
-def _busy_for_too_long(row: EmbeddingTask) -> bool:
-    if row.busy_requeues >= settings.BUSY_REQUEUES_MAX:
-        return True
-    return row.busy_since is not None and timezone.now() - row.busy_since > timedelta(
-        milliseconds=settings.BUSY_TOTAL_MAX_MS
-    )
-
-
 def give_back(task: Dispatched) -> bool:
-    """A worker that shuts down returns its task uncounted; a run that no longer dispatches gets it removed."""
+    """Returns the task of a worker that shuts down, uncounted; where its run no longer dispatches, it is removed."""
     with transaction.atomic(), connection.cursor() as cursor:
         if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:
             return remove_held(task, codes.DISPATCH_STOPPED)
@@ -346,7 +343,7 @@ def _end(task: Dispatched, state: TaskState, code: str, detail: str, ended_by: s
 
 # --- reclaiming and removing ------------------------------------------------------------------------------------------
 def _reclaim(cursor: CursorWrapper, provider_id: int) -> None:
-    """Lost leases go back to the queue if their run still dispatches; the third loss fails; expired ones go."""
+    """Requeues tasks whose lease was lost, if their run still dispatches; the third loss fails. Removes expired tasks."""
     sql.execute(cursor, sql.EXPIRE, provider=provider_id, reason=codes.EXPIRED)
     sql.execute(cursor, sql.FREE_ABANDONED_SLOTS, provider=provider_id)
     sql.execute(cursor, sql.LOST, provider=provider_id)
@@ -368,7 +365,7 @@ def reclaim(provider_id: int) -> None:
 
 
 def fail_queued(provider_id: int, code: str, detail: str) -> list[Dispatched]:
-    """Fails everything that waits at a provider whose configuration admits nothing; returns what it was."""
+    """Fails every queued task of a provider whose configuration admits nothing; returns them."""
     with transaction.atomic(), connection.cursor() as cursor:
         _lock_provider(cursor, provider_id)
         queued = list(EmbeddingTask.objects.filter(provider=provider_id, state=TaskState.QUEUED).order_by("pk"))
@@ -389,7 +386,7 @@ def remove_queued(reason: str, **where: Any) -> int:
 
 
 def cancel_dispatched(reason: str, **where: Any) -> int:
-    """Removes dispatched tasks for their callers; the slot stays until the call has ended, or its lease is lost."""
+    """Removes dispatched tasks for their callers; the slot stays taken until the call has ended, or its lease is lost."""
     return EmbeddingTask.objects.filter(state=TaskState.DISPATCHED, **where).update(
         state=TaskState.REMOVED, error_code=reason, settled_at=timezone.now()
     )

@@ -20,7 +20,7 @@ OVERDUE_AFTER = timedelta(minutes=10)
 
 
 def _runs() -> Iterable[Finding]:
-    abandoned = orphaned_runs.abandoned_runs()
+    abandoned = orphaned_runs.orphaned_runs()
     for run in abandoned:
         since = facts.moment(run.alive_until)
         detail = f"{run.status} on {run.provider}, and nobody has attended it since {since}"

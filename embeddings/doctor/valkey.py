@@ -52,7 +52,7 @@ def _queues() -> Iterable[Finding]:
 
 def _takers() -> Counter[str]:
     found: Counter[str] = Counter()
-    if wake_ups.nobody_listens():
+    if wake_ups.no_worker_listens():
         return found
     for seconds in _ASK_S:
         found = workers.takers_by_queue(seconds)

@@ -95,7 +95,7 @@ def resume_provider(provider: Provider) -> bool:
     """Dispatch goes on where it was paused. Whether this changed anything."""
     resumed = Provider.objects.filter(pk=provider.pk, is_paused=True).update(is_paused=False)
     if resumed:
-        wake_ups.ring(wake_ups.DRAIN, provider.pk)
+        wake_ups.notify_workers(wake_ups.DRAIN, provider.pk)
     return bool(resumed)
 
 

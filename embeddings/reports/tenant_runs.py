@@ -16,7 +16,7 @@ from embeddings.models import RepositoryOutcome, Tenant, TenantRun
 from embeddings.registry import select_repositories
 from embeddings.registry.access import NotFound
 from embeddings.reports.report import outcome_report
-from embeddings.runs import sweep
+from embeddings.runs import sweep, transitions
 from embeddings.states import OUTCOME_UNFINISHED, RunStatus, RunTrigger
 
 
@@ -85,5 +85,5 @@ def _status(outcomes: Sequence[RepositoryOutcome], run: TenantRun) -> RunStatus:
     """The run's status as far as it is the tenant's: the others' outcomes are not to be read off it."""
     statuses = {outcome.status for outcome in outcomes}
     if not statuses.intersection(OUTCOME_UNFINISHED):
-        return sweep.run_status(statuses, was_cancelled=False)
+        return transitions.run_status(statuses, was_cancelled=False)
     return RunStatus(run.status) if run.status == RunStatus.QUEUED else RunStatus.RUNNING

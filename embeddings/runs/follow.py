@@ -1,4 +1,4 @@
-"""Following runs to their end, and doing the work itself where no worker does: a sweep needs no worker, and survives one."""
+"""Follows runs to their end, and does their work itself where no worker does: a sweep needs no worker, and survives one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from django.db import connection
@@ -15,16 +15,18 @@ from embeddings.dispatch import task_queue
 from embeddings.models import TenantRun
 from embeddings.runs import sweep
 from embeddings.runtime import shutdown, wake_ups
-from embeddings.runtime.retry import durably
+from embeddings.runtime.retry import retry_on_database_error
 from embeddings.states import RUN_UNFINISHED
 
-# How long work may lie undone beside a free slot before the follower steps in, where a worker may be on its way to it.
+# How long work must lie undone beside a free slot before the follower steps in: a worker may be on its way to it.
 STEP_IN_AFTER_S = 1.0
 _ADVANCE_EVERY_S = 1.0
-# A drain carries one call at a time: so many of them a provider with several slots gets from one follower.
+# A drain carries one call at a time. A provider with several slots gets at most so many from one follower.
 _DRAINS_MAX = 8
 
 OnProgress = Callable[[list[TenantRun]], None]
+# What the follower may do itself: ("scan", run id) or ("drain", provider id).
+Work = tuple[str, int]
 
 
 def follow(
@@ -34,40 +36,28 @@ def follow(
 
     Interrupted (KeyboardInterrupt), it gives back what it had dispatched and leaves the runs as they are.
     """
-    with _StepIn([run.pk for run in runs]) as step_in:
+    run_ids = [run.pk for run in runs]
+    with _StepIn() as step_in:
         while True:
-            current = list(TenantRun.objects.filter(pk__in=step_in.run_ids).select_related("circuit", "provider"))
+            current = list(TenantRun.objects.filter(pk__in=run_ids).select_related("circuit", "provider"))
             on_progress(current)
-            if not any(run.status in RUN_UNFINISHED for run in current):
+            unfinished = [run for run in current if run.status in RUN_UNFINISHED]
+            if not unfinished:
                 return current
-            step_in.look(current)
+            step_in.poll(unfinished)
             step_in.pause(poll_s)
 
 
-@dataclass
-class _Idle:
-    """How long something has been seen undone, without a break."""
-
-    patience_s: float
-    since: dict[tuple[str, int], float] = field(default_factory=dict)
-
-    def long_enough(self, key: tuple[str, int], is_idle: bool) -> bool:
-        if not is_idle:
-            self.since.pop(key, None)
-            return False
-        return time.monotonic() - self.since.setdefault(key, time.monotonic()) >= self.patience_s
-
-
 class _StepIn:
-    """The follower's own hands: a drain for each slot that stands idle, and as many scans as a run may have at once."""
+    """The follower's own threads: a drain for each slot that is idle, and one scan at a time for each run."""
 
-    def __init__(self, run_ids: list[int]) -> None:
-        self.run_ids = run_ids
+    def __init__(self) -> None:
         self._leave = threading.Event()
         self._has_ended_work = threading.Event()
-        # Nobody can come first where nobody listens; a worker that comes later shares what is left.
-        self._idle = _Idle(0.0 if wake_ups.nobody_listens() else STEP_IN_AFTER_S)
-        self._at_work: dict[tuple[str, int], list[Future[None]]] = {}
+        # With no worker running, step in at once; a worker that starts later shares the rest.
+        self._step_in_after_s = 0.0 if wake_ups.no_worker_listens() else STEP_IN_AFTER_S
+        self._idle_since: dict[Work, float] = {}
+        self._at_work: dict[Work, list[Future[None]]] = {}
         self._advanced_at = 0.0
         self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="sluicegate-follow")
 
@@ -79,52 +69,51 @@ class _StepIn:
         self._pool.shutdown(wait=True)
 
     def pause(self, seconds: float) -> None:
-        """Until the next look: shorter where something that was started here has ended."""
+        """Waits for the next poll: not so long where work that was started here has ended."""
         self._has_ended_work.wait(seconds)
         self._has_ended_work.clear()
 
-    def look(self, runs: Sequence[TenantRun]) -> None:
-        unfinished = [run for run in runs if run.status in RUN_UNFINISHED]
+    def poll(self, unfinished: Sequence[TenantRun]) -> None:
+        """Advances the runs, and starts what has lain undone for long enough."""
         if time.monotonic() - self._advanced_at >= _ADVANCE_EVERY_S:
             self._advanced_at = time.monotonic()
             for run in unfinished:
-                durably(partial(sweep.attend, run.pk))
+                retry_on_database_error(partial(sweep.advance, run.pk, heartbeat=True))
         for run in unfinished:
-            self._step_in_scanning(run)
+            if self._is_due(("scan", run.pk), sweep.is_claimable(run)):
+                self._start(("scan", run.pk), partial(self._scan, run.pk))
         for provider_id in {run.provider_id for run in unfinished}:
-            self._step_in_draining(provider_id)
+            if self._is_due(("drain", provider_id), task_queue.wants_drain(provider_id)):
+                self._start(("drain", provider_id), partial(self._drain, provider_id), at_most=_DRAINS_MAX)
 
-    def _step_in_scanning(self, run: TenantRun) -> None:
-        if self._idle.long_enough(("scan", run.pk), sweep.is_claimable(run)):
-            self._start(("scan", run.pk), lambda: self._scan(run.pk))
+    def _is_due(self, work: Work, is_undone: bool) -> bool:
+        """Whether each poll for `_step_in_after_s` has seen this work undone."""
+        if not is_undone:
+            self._idle_since.pop(work, None)
+            return False
+        return time.monotonic() - self._idle_since.setdefault(work, time.monotonic()) >= self._step_in_after_s
 
-    def _step_in_draining(self, provider_id: int) -> None:
-        if self._idle.long_enough(("drain", provider_id), task_queue.stands_idle(provider_id)):
-            self._start(("drain", provider_id), lambda: self._drain(provider_id), at_most=_DRAINS_MAX)
-
-    def _start(self, key: tuple[str, int], work: Callable[[], None], at_most: int = 1) -> None:
-        """Starts the work unless `at_most` are at it already."""
-        at_work = self._at_work.setdefault(key, [])
+    def _start(self, work: Work, carry_out: Callable[[], None], at_most: int = 1) -> None:
+        """Starts the work unless `at_most` threads are at it already. Raises what an ended one raised."""
+        at_work = self._at_work.setdefault(work, [])
         for ended in [future for future in at_work if future.done()]:
             at_work.remove(ended)
-            # What it raised is the follower's own to hear.
             ended.result()
         if len(at_work) < at_most:
-            started = self._pool.submit(_with_own_connection, work)
+            started = self._pool.submit(carry_out)
             started.add_done_callback(lambda _: self._has_ended_work.set())
             at_work.append(started)
 
     def _scan(self, run_id: int) -> None:
-        while not self._leave.is_set() and sweep.scan_next(run_id):
-            pass
+        try:
+            while not self._leave.is_set() and sweep.scan_next(run_id):
+                pass
+        finally:
+            connection.close()
 
     def _drain(self, provider_id: int) -> None:
         controls = replace(sweep.CONTROLS, should_stop=lambda: self._leave.is_set() or shutdown.requested.is_set())
-        sweep.drain(provider_id, controls)
-
-
-def _with_own_connection(work: Callable[[], None]) -> None:
-    try:
-        work()
-    finally:
-        connection.close()
+        try:
+            sweep.drain(provider_id, controls)
+        finally:
+            connection.close()

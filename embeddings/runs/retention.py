@@ -1,4 +1,4 @@
-"""Deleting: rows of removed repositories once nothing of theirs is at a provider, and facts past their retention."""
+"""Deletes removed repositories once nothing of theirs is at a provider, and facts past their retention."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from embeddings.runs import scan
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED, TaskPriority
 
 _BATCH = 1_000
-# More than an hour of searches, and of batches, can leave behind.
+# More tasks than searches and batches leave behind in an hour, the interval of the rounds.
 _TASKS_MAX = 200_000
 INTERACTIVE_KEPT = timedelta(hours=1)
 
 
 def purge() -> None:
-    """One round of everything; each part is bounded, and the next round goes on."""
+    """One round; each part is bounded, and the next round goes on."""
     old = timezone.now() - timedelta(days=settings.RETENTION_DAYS)
     purge_tasks(old)
     purge_runs(old)
@@ -30,7 +30,7 @@ def purge() -> None:
 
 
 def purge_tasks(old: object) -> int:
-    """Settled tasks past their retention; an interactive caller's texts go within the hour."""
+    """Deletes settled tasks past their retention, interactive ones within the hour. Returns how many."""
     interactive = Q(priority=TaskPriority.INTERACTIVE, settled_at__lt=timezone.now() - INTERACTIVE_KEPT)
     settled = EmbeddingTask.objects.filter(Q(settled_at__lt=old) | interactive, slot=None)
     gone = 0
@@ -40,7 +40,7 @@ def purge_tasks(old: object) -> int:
 
 
 def purge_runs(old: object) -> None:
-    """Finished runs past their retention, with their outcomes, once none of their tasks is left."""
+    """Deletes finished runs past their retention, with their outcomes, once none of their tasks is left."""
     finished = TenantRun.objects.filter(finished_at__lt=old).exclude(status__in=RUN_UNFINISHED)
     for run in finished.exclude(tasks__isnull=False).distinct()[:_BATCH]:
         run.outcomes.all().delete()
@@ -48,7 +48,7 @@ def purge_runs(old: object) -> None:
 
 
 def purge_repository(repository: Repository) -> bool:
-    """The rows and the mirror of a removed repository, and itself once no fact speaks of it. False while any is at work."""
+    """Deletes a removed repository's rows and mirror, and itself once no outcome refers to it. False while it is at work."""
     if RepositoryOutcome.objects.filter(repository=repository, status__in=OUTCOME_UNFINISHED).exists():
         return False
     if EmbeddingTask.objects.filter(outcome__repository=repository).exclude(slot=None).exists():

@@ -1,6 +1,6 @@
-"""Scanning one repository: what its tree says against what the rows hold; only changed blobs are read.
+"""Scans one repository: compares its tree with the rows, and reads only changed blobs (docs/architecture.md, Sweep).
 
-Resume needs no cursor. A scan that is broken off leaves whole versions behind; the next one finds what is missing.
+Resume needs no cursor: an interrupted scan leaves whole versions behind, and the next one finds what is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from embeddings.knowledge.source import GitMirror, Skip, Snapshot, TreeEntry, de
 from embeddings.knowledge.store import Place, ReadFile
 from embeddings.models import EmbeddingGeneration, FileVersion, Provider, Repository
 
-# PostgreSQL's index over paths takes no entry over a third of its page.
+# PostgreSQL's index over paths takes no entry larger than a third of a page.
 PATH_BYTES_MAX = 2_000
 PATH_TOO_LONG = "path_too_long"
 _BATCH_FILES = 100
@@ -38,7 +38,7 @@ class ScanControls:
 
 @dataclass
 class ScanResult:
-    """What a scan found: the revision, whether anything differed, and what was written."""
+    """The result of a scan: the revision, whether anything changed, rows written, rows that reused a vector, rows deleted."""
 
     revision: str
     skipped: Counter[str] = field(default_factory=Counter)
@@ -49,11 +49,11 @@ class ScanResult:
 
 
 class ScanStopped(Exception):
-    """The scan was told to stop; what it wrote stands."""
+    """The scan was asked to stop; the versions that it wrote stay."""
 
 
 def scan(repository: Repository, generation: EmbeddingGeneration, controls: ScanControls) -> ScanResult:
-    """Brings the repository's versions up to its source's tree; raises SourceError, or ScanStopped."""
+    """Brings the repository's versions up to date with its source. Raises SourceError or ScanStopped."""
     mirror = GitMirror(
         mirror_directory(repository),
         repository.source,
@@ -70,13 +70,13 @@ def mirror_directory(repository: Repository) -> Path:
 
 
 def rules_of(provider: Provider) -> str:
-    """The rules that versions are cut under; a version cut under others is cut anew."""
+    """The rules under which versions are cut; a version cut under others is cut again."""
     return f"{provider.chunk_characters}/{provider.chunk_tokens}/{settings.FILE_BYTES_MAX}"
 
 
 @dataclass
 class _Kept:
-    """What the rows hold of one path: its version in this generation, pending or live, and its live one in an older."""
+    """The versions of one path: in this generation the pending and the live one, and the live one of an older generation."""
 
     file_id: int
     live: FileVersion | None = None
@@ -99,28 +99,42 @@ class _Scan:
     def run(self, snapshot: Snapshot) -> ScanResult:
         self.result = ScanResult(snapshot.revision)
         Repository.objects.filter(pk=self.repository.pk, live_generation=None).update(live_generation=self.generation)
-        wanted = {entry.path: entry for entry in self._wanted(snapshot)}
+        wanted = self._wanted(snapshot)
         kept = self._kept()
         self._drop_obsolete(wanted, kept)
         self._copy_older(wanted, kept)
-        self._read_changed(
-            [entry for path, entry in wanted.items() if _needs_reading(entry, kept.get(path), self.place)]
-        )
-        # After what is new was read: a file that was renamed takes the vectors of its old name.
-        self._drop_gone([each.file_id for path, each in kept.items() if path not in wanted])
+        changed = [
+            entry
+            for path, entry in wanted.items()
+            if path not in kept or not _has_current(kept[path], entry, self.place)
+        ]
+        self._read_changed(changed)
+        self._check()
+        # After the changed files: a renamed file takes the vectors of its old name.
+        if gone := [each.file_id for path, each in kept.items() if path not in wanted]:
+            self.result.changed = True
+            self.result.deleted += store.delete_files(self.repository.pk, gone)
         if self.result.written >= _MANY_ROWS:
             store.refresh_statistics()
         return self.result
 
-    def _wanted(self, snapshot: Snapshot) -> Iterator[TreeEntry]:
+    def _wanted(self, snapshot: Snapshot) -> dict[str, TreeEntry]:
+        """The entries to index, by path; those that the tree alone rules out are counted as skipped, and never read."""
+        wanted = {}
         for entry in snapshot.entries:
             if not matches(entry.path, self.repository.include, self.repository.exclude):
                 continue
-            reason = _skip_by_tree(entry)
-            if reason is None:
-                yield entry
+            if entry.kind == "symlink":
+                self.result.skipped[Skip.SYMLINK.value] += 1
+            elif entry.kind == "submodule":
+                self.result.skipped[Skip.SUBMODULE.value] += 1
+            elif len(entry.path.encode()) > PATH_BYTES_MAX:
+                self.result.skipped[PATH_TOO_LONG] += 1
+            elif entry.size > settings.FILE_BYTES_MAX:
+                self.result.skipped[Skip.TOO_LARGE.value] += 1
             else:
-                self.result.skipped[reason] += 1
+                wanted[entry.path] = entry
+        return wanted
 
     def _kept(self) -> dict[str, _Kept]:
         current = Q(generation=self.generation.pk)
@@ -136,14 +150,8 @@ class _Scan:
                 each.pending = version
         return kept
 
-    def _drop_gone(self, file_ids: Sequence[int]) -> None:
-        self._check()
-        if file_ids:
-            self.result.changed = True
-            self.result.deleted += store.delete_files(self.repository.pk, file_ids)
-
     def _drop_obsolete(self, wanted: dict[str, TreeEntry], kept: dict[str, _Kept]) -> None:
-        """A pending version whose live predecessor is what the tree says again: the change was taken back."""
+        """Drops pending versions whose live predecessor is current again: the change was reverted."""
         obsolete = [
             each.pending.pk
             for path, each in kept.items()
@@ -154,17 +162,13 @@ class _Scan:
             store.delete_versions(self.repository.pk, obsolete)
 
     def _copy_older(self, wanted: dict[str, TreeEntry], kept: dict[str, _Kept]) -> None:
-        """After a model change: files whose text did not change are copied as pending, without reading a blob."""
+        """After a model change, copies unchanged files of the older generation as pending, without reading a blob."""
         same = []
         for path, entry in wanted.items():
             each = kept.get(path)
-            if (
-                each
-                and each.older
-                and not each.live
-                and not each.pending
-                and _is_current(each.older, entry, self.place)
-            ):
+            if each is None or each.older is None or each.live or each.pending:
+                continue
+            if _is_current(each.older, entry, self.place):
                 same.append(each.older.pk)
                 each.pending = each.older
         for start in range(0, len(same), _BATCH_FILES):
@@ -183,7 +187,7 @@ class _Scan:
         self._write(batch)
 
     def _files(self, entries: Sequence[TreeEntry]) -> Iterator[ReadFile]:
-        """The files, cut, in order. Some are cut while those before them are written: the parsers are other processes."""
+        """The files, cut, in order; some are cut ahead while others are written, as the parsers are processes of their own."""
         paths: dict[str, list[str]] = {}
         for entry in entries:
             paths.setdefault(entry.oid, []).append(entry.path)
@@ -191,13 +195,13 @@ class _Scan:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="sluicegate-scan") as readers:
             for oid, content in self.mirror.read(list(paths)) if paths else ():
                 for path in paths[oid]:
-                    ahead.append(readers.submit(self._read, path, oid, content))
+                    ahead.append(readers.submit(self._cut, path, oid, content))
                 while len(ahead) > _FILES_AHEAD:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
 
-    def _read(self, path: str, oid: str, content: bytes) -> ReadFile:
+    def _cut(self, path: str, oid: str, content: bytes) -> ReadFile:
         text = decode(content, settings.FILE_BYTES_MAX)
         if isinstance(text, Skip):
             return ReadFile(path, oid, skipped_reason=text.value)
@@ -218,19 +222,8 @@ class _Scan:
             raise ScanStopped
 
 
-def _skip_by_tree(entry: TreeEntry) -> str | None:
-    """What the tree alone says: such a file is never read."""
-    if entry.kind == "symlink":
-        return Skip.SYMLINK.value
-    if entry.kind == "submodule":
-        return Skip.SUBMODULE.value
-    if len(entry.path.encode()) > PATH_BYTES_MAX:
-        return PATH_TOO_LONG
-    return Skip.TOO_LARGE.value if entry.size > settings.FILE_BYTES_MAX else None
-
-
 def _is_current(version: FileVersion | None, entry: TreeEntry, place: Place) -> bool:
-    """Whether the version is this content, cut under these rules, with all its rows."""
+    """Whether the version has this content, was cut under these rules, and has all its rows."""
     return (
         version is not None
         and version.blob_oid == entry.oid
@@ -239,9 +232,5 @@ def _is_current(version: FileVersion | None, entry: TreeEntry, place: Place) -> 
     )
 
 
-def _needs_reading(entry: TreeEntry, kept: _Kept | None, place: Place) -> bool:
-    if kept is None:
-        return True
-    if _is_current(kept.live, entry, place):
-        return False
-    return not _is_current(kept.pending, entry, place)
+def _has_current(kept: _Kept, entry: TreeEntry, place: Place) -> bool:
+    return _is_current(kept.live, entry, place) or _is_current(kept.pending, entry, place)

@@ -1,4 +1,4 @@
-"""Writing a fact that must not be lost to a database that is locked or away for a moment."""
+"""Retries a transaction while the database is locked or away for a moment."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
 
-def durably(write: Callable[[], T], within_s: float = 30.0) -> T:
-    """Runs one idempotent transaction, again while the database is locked or unreachable, for `within_s` at most.
+def retry_on_database_error(transact: Callable[[], T], within_s: float = 30.0) -> T:
+    """Runs one idempotent transaction, again while the database is locked or unreachable, for at most `within_s`.
 
-    Raises the database's own error once the time is up, and any other error at once.
+    Raises the database's own error once the time is up, and any other error at once. Inside a transaction it tries once:
+    the caller's transaction is broken by then.
     """
     deadline = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
     while True:
         try:
-            return write()
+            return transact()
         except (OperationalError, InterfaceError) as error:
             if connection.in_atomic_block or time.monotonic() + pause > deadline:
                 raise
-            logger.warning("the database refused a write, trying again: %s", type(error).__name__)
+            logger.warning("database error, trying again: %s", type(error).__name__)
             connection.close()
         time.sleep(pause)
         pause = min(pause * 2, LONGEST_PAUSE_S)

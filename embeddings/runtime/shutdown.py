@@ -1,4 +1,4 @@
-"""Whether this worker process is to stop: whoever waits for a provider looks here."""
+"""Whether this worker process is to stop: code that waits for a provider polls this."""
 
 from __future__ import annotations
 

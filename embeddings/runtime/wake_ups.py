@@ -1,4 +1,4 @@
-"""Rings workers after a commit. A bell that is lost loses nothing: rows are the truth, and beat rings again."""
+"""Wakes workers after a commit. A lost wake-up loses nothing: rows are the truth, and beat sends it again."""
 
 from __future__ import annotations
 
@@ -19,54 +19,50 @@ P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
-# Where no worker listens for hours, what is rung meanwhile is not all heard by the first that comes.
+# Expire wake-ups after an hour, so that a worker that starts late does not face a backlog.
 EXPIRES_S = 3600
-_SAY_AGAIN_AFTER_S = 60.0
+_WARN_AGAIN_AFTER_S = 60.0
 _WAIT_S = 1.0
-_ringing_thread = ThreadPoolExecutor(1, thread_name_prefix="ringing")
-_said_at: list[float] = []
+_notifying_thread = ThreadPoolExecutor(1, thread_name_prefix="wake-ups")
+_warned_at: list[float] = []
 
 DRAIN = "embeddings.drain_provider"
 SCAN = "embeddings.scan_run"
 ADVANCE = "embeddings.advance_run"
 
 
-def ring(task_name: str, *arguments: Any, after_ms: int = 0) -> None:
-    """Sends the task's message once the current transaction has committed, to be heard `after_ms` later.
+def notify_workers(task_name: str, *arguments: Any, after_ms: int = 0) -> None:
+    """Sends the Celery task's message once the current transaction has committed, due `after_ms` later.
 
-    Never raises, waits for some seconds at the most.
+    Never raises; waits for a few seconds at most.
     """
     when = {"countdown": after_ms / 1000} if after_ms else {}
-    transaction.on_commit(lambda: ring_now(task_name, *arguments, expires=EXPIRES_S, **when))
+    transaction.on_commit(lambda: notify_workers_now(task_name, *arguments, expires=EXPIRES_S, **when))
 
 
-async def in_ringing_thread(ring_it: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Calls it in the one thread of this process that rings for its loop. Waits for it for a second at the most."""
-    ringing = asyncio.get_running_loop().run_in_executor(_ringing_thread, lambda: ring_it(*args, **kwargs))
-    await asyncio.wait([ringing], timeout=_WAIT_S)
-
-
-def nobody_listens() -> bool:
-    """Whether there is no worker for certain: each subscribes to the workers' common channel, by a pattern."""
-    try:
-        return bool(valkey.client().pubsub_numpat() == 0)
-    except valkey.UNREACHABLE:
-        # Without a broker no bell is heard.
-        return True
-
-
-def ring_now(task_name: str, *arguments: Any, **when: float) -> None:
-    """The same at once, whatever the current transaction; `when` as Celery takes it."""
+def notify_workers_now(task_name: str, *arguments: Any, **when: float) -> None:
+    """The same at once, whatever the current transaction does; `when` as Celery takes it."""
     try:
         valkey.ensure_server()
         current_app.send_task(task_name, args=arguments, retry=False, ignore_result=True, **when)
     except (OperationalError, *valkey.UNREACHABLE) as error:
-        _say_unrung(error)
+        # Once a minute: a sweep that runs without a broker sends many in vain, and works all the same.
+        now = time.monotonic()
+        if not _warned_at or now - _warned_at[0] > _WARN_AGAIN_AFTER_S:
+            _warned_at[:] = [now]
+            logger.warning("no wake-up sent (%s): beat or a follower will see the rows", type(error).__name__)
 
 
-def _say_unrung(error: Exception) -> None:
-    """Once a minute: a sweep without any broker rings in vain many times, and is none the worse for it."""
-    now = time.monotonic()
-    if not _said_at or now - _said_at[0] > _SAY_AGAIN_AFTER_S:
-        _said_at[:] = [now]
-        logger.warning("the broker could not be rung (%s): beat or a follower will see the rows", type(error).__name__)
+async def in_notifying_thread(notify: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Calls `notify` in the one thread of this process that talks to the broker for its loop. Waits a second at most."""
+    notifying = asyncio.get_running_loop().run_in_executor(_notifying_thread, lambda: notify(*args, **kwargs))
+    await asyncio.wait([notifying], timeout=_WAIT_S)
+
+
+def no_worker_listens() -> bool:
+    """Whether there is certainly no worker: each subscribes to the workers' common channel, by a pattern."""
+    try:
+        return bool(valkey.client().pubsub_numpat() == 0)
+    except valkey.UNREACHABLE:
+        # Without a broker no wake-up arrives.
+        return True

@@ -1,4 +1,4 @@
-"""Celery's workers: which queues they take, asked of themselves, and the command lines that start them."""
+"""Celery's workers: the queues that running ones consume, and the command lines that start them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ START_BEAT = "celery -A project beat"
 
 
 def queues() -> list[str]:
-    """Every queue that work is sent to."""
+    """Every queue that a task is routed to."""
     routes = settings.CELERY_TASK_ROUTES.values()
     return sorted({settings.CELERY_TASK_DEFAULT_QUEUE, *(route["queue"] for route in routes)})
 
 
 def takers_by_queue(within_s: float) -> Counter[str]:
-    """How many workers take each queue, of those that answer in time. Waits for all of `within_s`.
+    """How many workers consume each queue, of those that answer in time. Waits for all of `within_s`.
 
     Raises kombu's OperationalError, or one of `valkey.UNREACHABLE`, where the broker is away.
     """

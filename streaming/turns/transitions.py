@@ -20,7 +20,7 @@ from django.utils import timezone
 
 from embeddings.models import Tenant
 from embeddings.runtime import wake_ups
-from embeddings.runtime.retry import durably
+from embeddings.runtime.retry import retry_on_database_error
 from streaming import codes
 from streaming.log.events import storable
 from streaming.models import ChatAttempt, ChatTurn, Conversation
@@ -83,7 +83,7 @@ def take(new: NewTurn) -> ChatTurn:
 def ring(turn: ChatTurn) -> None:
     """Rings a worker for a stored turn. Asks nothing of the database."""
     # An old bell finds its turn ended, at no more than Celery's look at its date would cost.
-    wake_ups.ring_now(RUN_TURN, str(turn.public_id))
+    wake_ups.notify_workers_now(RUN_TURN, str(turn.public_id))
 
 
 def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
@@ -128,7 +128,7 @@ def end(held: Claim, ending: Ending, result: Result, first_content_at: datetime 
                 ChatAttempt.objects.bulk_create([_attempt_of(held, attempt) for attempt in result.attempts])
             return bool(won)
 
-    return durably(write, END_WITHIN_S)
+    return retry_on_database_error(write, END_WITHIN_S)
 
 
 def end_unclaimed(turn: ChatTurn, ending: Ending) -> bool:

@@ -29,14 +29,14 @@ def test_duplicates_do_nothing(stage):
 
 def test_beats_round_goes_on_past_a_run_that_cannot_be_advanced(stage, monkeypatch):
     broken, fine = stage.start(stage.repository("a", "alpha")), stage.start(stage.repository("b", "beta"))
-    real = sweep.attend
+    real = sweep.advance
 
-    def attend(run_id):
+    def advance(run_id, **options):
         if run_id == broken.pk:
             raise LookupError("broken")
-        return real(run_id)
+        return real(run_id, **options)
 
-    monkeypatch.setattr(sweep, "attend", attend)
+    monkeypatch.setattr(sweep, "advance", advance)
     RepositoryOutcome.objects.filter(run=fine).update(status=OutcomeStatus.CANCELLED)
     tasks.tick()
     fine.refresh_from_db()

@@ -7,7 +7,7 @@ import pytest
 from django.db import DatabaseError
 
 from embeddings import codes, timeouts
-from embeddings.dispatch import lane, task_queue
+from embeddings.dispatch import admission, task_queue
 from embeddings.errors import EmbeddingFailed
 from embeddings.knowledge import store
 from embeddings.models import EmbeddingTask, Provider, RunCircuit
@@ -97,13 +97,13 @@ class TestG5WhatOpensNothing:
         a = stage.repository("a", *texts("alpha", 2))
         run = stage.start(a)
         stage.scan(run)
-        real = lane.finish
+        real = admission.AdmissionPolicy.finish
 
         def cancelled_first(*arguments):
             sweep.request_cancel(run)
             return real(*arguments)
 
-        monkeypatch.setattr(lane, "finish", cancelled_first)
+        monkeypatch.setattr(admission.AdmissionPolicy, "finish", cancelled_first)
         sweep.drain(stage.provider.pk)
         assert circuit_of(run) == CircuitState.CLOSED
         assert not EmbeddingTask.objects.exclude(slot=None).exists()

@@ -9,10 +9,10 @@ import pytest
 from django.db import connection, transaction
 
 from embeddings import codes
-from embeddings.dispatch import batches, lane, task_queue
+from embeddings.dispatch import admission, batches, task_queue
 from embeddings.errors import DispatchNotAllowed
 from embeddings.models import EmbeddingTask, RepositoryOutcome, RunCircuit
-from embeddings.runs import circuit, sweep
+from embeddings.runs import circuit, sweep, transitions
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, TaskState
 from embeddings.timeouts import OPENAI_COMPATIBLE_REQUEST_TIMEOUT
 from tests.support.provider_server import containing, hang
@@ -47,7 +47,7 @@ class TestG1OneNotificationServesTheLane:
 
     def test_twin_a_finish_without_the_notification_dispatches_b(self, queued_pair, monkeypatch):
         stage, run, _, _ = queued_pair
-        monkeypatch.setattr(lane, "notify_provider_timeout", lambda error, callback: False)
+        monkeypatch.setattr(admission, "notify_provider_timeout", lambda error, callback: False)
         stage.carry_out(run)
         assert len(calls_with(stage.server, "beta")) == 1
 
@@ -71,8 +71,8 @@ class TestG3EachKeepsItsOwnCode:
 
     def test_twin_an_opening_that_does_not_decide_a_first_gives_it_the_circuits_code(self, queued_pair, monkeypatch):
         stage, run, a, _ = queued_pair
-        task = lane.admit(stage.provider)
-        monkeypatch.setattr(circuit.outcomes, "decide", lambda *_, **__: False)
+        task = admission.policy_for(stage.provider).admit(stage.provider)
+        monkeypatch.setattr(transitions, "decide", lambda *_, **__: False)
         circuit.open_for(task, TimedOut())
         # The task ends before anybody decides its outcome, as a lost lease does.
         task_queue.remove_held(task, codes.CIRCUIT_OPEN)
@@ -124,7 +124,7 @@ class TestG6ACallbackThatRaises:
 
     def test_twin_an_exception_that_is_not_contained_surfaces_and_leaves_the_slot_stuck(self, queued_pair, monkeypatch):
         stage, _, _, _ = queued_pair
-        monkeypatch.setattr(lane, "notify_provider_timeout", lambda error, callback: callback(error))
+        monkeypatch.setattr(admission, "notify_provider_timeout", lambda error, callback: callback(error))
         controls = replace(sweep.CONTROLS, on_provider_timeout_for=self.raising_after_opening)
         with pytest.raises(RuntimeError):
             sweep.drain(stage.provider.pk, controls)
@@ -192,13 +192,13 @@ class TestG7OpeningAbortsNothing:
 
     def test_twin_an_opening_that_removes_what_is_dispatched_aborts_it(self, both_at_the_provider, monkeypatch):
         _, _, of_a, of_b = both_at_the_provider
-        real = circuit.outcomes.spare
+        real = transitions.stop_dispatch
 
         def cancelling(run_id, status, code):
             real(run_id, status, code)
             task_queue.cancel_dispatched(code, run=run_id)
 
-        monkeypatch.setattr(circuit.outcomes, "spare", cancelling)
+        monkeypatch.setattr(transitions, "stop_dispatch", cancelling)
         circuit.open_for(of_a, TimedOut())
         assert not task_queue.is_held(of_b)
 

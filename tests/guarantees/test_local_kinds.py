@@ -12,11 +12,11 @@ import pytest
 from django.db import DatabaseError
 
 from embeddings import codes
-from embeddings.dispatch import admission, lane, task_queue
+from embeddings.dispatch import admission, reply_storage, task_queue
 from embeddings.knowledge import store
 from embeddings.models import EmbeddingTask, KnowledgeRow, RepositoryOutcome, TenantRun
 from embeddings.query import interactive
-from embeddings.runs import circuit, sweep
+from embeddings.runs import circuit, sweep, transitions
 from embeddings.states import TaskState
 from embeddings.timeouts import OPENAI_COMPATIBLE_REQUEST_TIMEOUT, PROVIDER_TIMEOUT
 from project.runtime import event_loop
@@ -41,7 +41,6 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.both_databases]
 
-GATES = {OPENAI: lane, OLLAMA: admission}
 CODE = {OPENAI: OPENAI_COMPATIBLE_REQUEST_TIMEOUT, OLLAMA: PROVIDER_TIMEOUT}
 SPARED = ("deferred", codes.CIRCUIT_OPEN, "")
 HASTY = {"embedding_timeout_ms": 1_000, "query_timeout_ms": 1_000}
@@ -97,17 +96,19 @@ class TestOneContractServesBothLocalKinds:
 
     def test_g1_twin_a_finish_without_the_notification_dispatches_b(self, queued_pair, monkeypatch) -> None:
         site, run, _, _ = queued_pair
-        monkeypatch.setattr(GATES[site.provider.kind], "notify_provider_timeout", lambda error, callback: False)
+        silent = replace(admission.POLICIES[site.provider.kind], notifies=False)
+        monkeypatch.setitem(admission.POLICIES, site.provider.kind, silent)
         site.carry_out(run)
         assert len(calls_with(site.server, "beta")) == 1
 
-    def test_g1_both_call_the_very_same_functions(self) -> None:
-        assert lane.notify_provider_timeout is admission.notify_provider_timeout
+    def test_g1_both_kinds_notify_by_the_very_same_function(self) -> None:
+        policies = [admission.POLICIES[kind] for kind in LOCAL_KINDS]
+        assert [policy.notifies for policy in policies] == [True, True]
+        assert {type(policy).finish for policy in policies} == {admission.AdmissionPolicy.finish}
 
     def test_g2_twin_a_notification_after_the_slot_is_free_dispatches_b(self, queued_pair, monkeypatch) -> None:
         site, run, _, _ = queued_pair
-        gate = GATES[site.provider.kind]
-        notify = gate.notify_provider_timeout
+        notify = admission.notify_provider_timeout
 
         def late(error, callback):
             (task,) = EmbeddingTask.objects.filter(state=TaskState.DISPATCHED)
@@ -117,7 +118,7 @@ class TestOneContractServesBothLocalKinds:
             EmbeddingTask.objects.filter(pk=task.pk).update(slot=0)
             return notify(error, callback)
 
-        monkeypatch.setattr(gate, "notify_provider_timeout", late)
+        monkeypatch.setattr(admission, "notify_provider_timeout", late)
         site.carry_out(run)
         assert len(calls_with(site.server, "beta")) == 1
 
@@ -331,14 +332,14 @@ class TestCapTwo:
         assert run.circuit.opened_by == str(two.first)
 
     def test_twin_an_opening_that_cancels_what_is_out_loses_it(self, two, monkeypatch) -> None:
-        real = circuit.outcomes.spare
+        real = transitions.stop_dispatch
 
         def cancelling(run_id, status_, code):
             task_queue.cancel_dispatched(code, run=run_id)
             real(run_id, status_, code)
 
-        monkeypatch.setattr(circuit.outcomes, "spare", cancelling)
-        monkeypatch.setattr(admission, "keeps_late_replies", False)
+        monkeypatch.setattr(transitions, "stop_dispatch", cancelling)
+        monkeypatch.setattr(reply_storage, "store_late", lambda answered: None)
         self.play(two)
         assert stored(two.other) == 0
 

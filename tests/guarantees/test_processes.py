@@ -46,7 +46,7 @@ def queued_pair(stage):
 
 
 def ring(stage):
-    wake_ups.ring(wake_ups.DRAIN, stage.provider.pk)
+    wake_ups.notify_workers(wake_ups.DRAIN, stage.provider.pk)
     return True
 
 

@@ -9,50 +9,29 @@ CONTRACT = f"{KINDS}::TestOneContractServesBothLocalKinds"
 CAP_TWO = f"{KINDS}::TestCapTwo"
 QUEUE = "tests/embeddings/dispatch/test_task_queue.py"
 GUARANTEES = "tests/guarantees/test_circuit_opens.py"
-NOTIFY_THEN_FREE = """    notify_provider_timeout(error, on_provider_timeout)
-    return durably(lambda: task_queue.fail(task, code, str(error)))
+ADMISSION = "embeddings/dispatch/admission.py"
+NOTIFY_THEN_FREE = """        if self.notifies:
+            notify_provider_timeout(error, on_provider_timeout)
+        return retry_on_database_error(lambda: task_queue.fail(task, code, str(error)))
 """
-FREE_THEN_NOTIFY = """    freed = durably(lambda: task_queue.fail(task, code, str(error)))
-    notify_provider_timeout(error, on_provider_timeout)
-    return freed
+FREE_THEN_NOTIFY = """        freed = retry_on_database_error(lambda: task_queue.fail(task, code, str(error)))
+        if self.notifies:
+            notify_provider_timeout(error, on_provider_timeout)
+        return freed
 """
-FREE_ALONE = """    return durably(lambda: task_queue.fail(task, code, str(error)))
-"""
-SPARE_QUEUED = "    task_queue.remove_queued(code, run=run_id)\n"
+LANE = 'cap=_one, order="fair", slot_belongs_to_call=False, notifies='
+NATIVE = 'cap=_positive, order="fifo", slot_belongs_to_call=True, notifies='
+GEMINI = 'cap=_any_number, order="fifo", slot_belongs_to_call=False, notifies='
+REMOVE_QUEUED = "    task_queue.remove_queued(code, run=run_id)\n"
 
 CIRCUIT_MUTATIONS = (
     # --- the timeout contract -----------------------------------------------------------------------------------------
+    Mutation("the lane drops its notification", "G1", ADMISSION, f"{LANE}True", f"{LANE}False", (f"{CONTRACT}",)),
     Mutation(
-        "the lane drops its notification",
-        "G1",
-        "embeddings/dispatch/lane.py",
-        NOTIFY_THEN_FREE,
-        FREE_ALONE,
-        (f"{CONTRACT}",),
+        "native admission drops its notification", "G1", ADMISSION, f"{NATIVE}True", f"{NATIVE}False", (CONTRACT,)
     ),
     Mutation(
-        "admission drops its notification",
-        "G1",
-        "embeddings/dispatch/admission.py",
-        NOTIFY_THEN_FREE,
-        FREE_ALONE,
-        (f"{CONTRACT}",),
-    ),
-    Mutation(
-        "the lane notifies after the slot is free",
-        "G2",
-        "embeddings/dispatch/lane.py",
-        NOTIFY_THEN_FREE,
-        FREE_THEN_NOTIFY,
-        (CONTRACT,),
-    ),
-    Mutation(
-        "admission notifies after the slot is free",
-        "G2",
-        "embeddings/dispatch/admission.py",
-        NOTIFY_THEN_FREE,
-        FREE_THEN_NOTIFY,
-        (CONTRACT,),
+        "a finish notifies after the slot is free", "G2", ADMISSION, NOTIFY_THEN_FREE, FREE_THEN_NOTIFY, (CONTRACT,)
     ),
     Mutation(
         "a callback's exception surfaces",
@@ -82,9 +61,9 @@ CIRCUIT_MUTATIONS = (
         "an intermediate busy reply notifies the owner",
         "G4",
         "embeddings/dispatch/drain.py",
-        "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
-        "            (self.controls.on_provider_timeout_for(task) or print)(error)\n"
-        "            task_queue.requeue_busy(task, patience_ms, str(error))\n",
+        "        task_queue.requeue_busy(task, pause_ms, str(error))\n",
+        "        (mine.controls.on_provider_timeout_for(task) or print)(error)\n"
+        "        task_queue.requeue_busy(task, pause_ms, str(error))\n",
         (f"{KINDS}::TestG5WhatOpensNothing", CAP_TWO),
     ),
     Mutation(
@@ -99,42 +78,41 @@ CIRCUIT_MUTATIONS = (
         "an error of the store is taken for the provider's",
         "G5",
         "embeddings/dispatch/drain.py",
-        "        code = error.code if isinstance(error, SluicegateError) else codes.STORE_FAILED\n"
-        "        task_queue.fail(task, code, str(error))\n",
-        "        self._fail(task, error)\n",
+        'could not be stored", task.id)\n            _fail_late(task, error)\n',
+        'could not be stored", task.id)\n            _fail(mine, task, error)\n',
         (f"{KINDS}::TestG5WhatOpensNothing", "tests/guarantees/test_circuit_matrix.py"),
     ),
     Mutation(
-        "Gemini gets a finish",
+        "Gemini notifies",
         "-",
-        "embeddings/dispatch/unqueued.py",
-        "finish = None\n",
-        "from embeddings.dispatch.admission import finish\n",
-        ("tests/embeddings/providers/test_gemini.py::TestNoGate",),
+        ADMISSION,
+        f"{GEMINI}False",
+        f"{GEMINI}True",
+        ("tests/embeddings/providers/test_gemini.py::TestNoQueue",),
     ),
     # --- the circuit --------------------------------------------------------------------------------------------------
     Mutation(
         "opening forgets to remove the queued tasks",
         "G2",
-        "embeddings/runs/outcomes.py",
-        SPARE_QUEUED,
+        "embeddings/runs/transitions.py",
+        REMOVE_QUEUED,
         "",
         (f"{CAP_TWO}", GUARANTEES),
     ),
     Mutation(
         "opening leaves the run dispatching",
         "G2",
-        "embeddings/runs/outcomes.py",
-        "    TenantRun.objects.filter(pk=run_id).update(dispatch_allowed=False)\n",
-        "",
+        "embeddings/runs/transitions.py",
+        "    TenantRun.objects.filter(pk=run_id).update(dispatch_allowed=False)\n    if connection",
+        "    if connection",
         (CAP_TWO, GUARANTEES),
     ),
     Mutation(
         "opening takes what is at the provider with it",
         "G7",
-        "embeddings/runs/outcomes.py",
-        SPARE_QUEUED,
-        SPARE_QUEUED + "    task_queue.cancel_dispatched(code, run=run_id)\n",
+        "embeddings/runs/transitions.py",
+        REMOVE_QUEUED,
+        REMOVE_QUEUED + "    task_queue.cancel_dispatched(code, run=run_id)\n",
         (CAP_TWO, GUARANTEES),
     ),
     Mutation(
@@ -148,8 +126,8 @@ CIRCUIT_MUTATIONS = (
     Mutation(
         "a holder that lost its lease opens the circuit",
         "G2",
-        "embeddings/dispatch/lane.py",
-        "    if not task_queue.is_held(task):\n        return False\n",
+        ADMISSION,
+        "        if not task_queue.is_held(task):\n            return False\n",
         "",
         ("tests/embeddings/dispatch/test_lane.py",),
     ),
@@ -190,8 +168,8 @@ CIRCUIT_MUTATIONS = (
         "a split is put whatever the run says",
         "G2",
         "embeddings/dispatch/batches.py",
-        "        if run.dispatch_allowed:\n            _put_halves",
-        "        if True:\n            _put_halves",
+        "        if run.dispatch_allowed:\n            middle",
+        "        if True:\n            middle",
         (CAP_TWO, GUARANTEES),
     ),
 )

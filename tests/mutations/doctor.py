@@ -75,7 +75,7 @@ DOCTOR_MUTATIONS = (
         "a run that nobody attends is well",
         "-",
         "embeddings/doctor/sweeps.py",
-        "    abandoned = orphaned_runs.abandoned_runs()\n",
+        "    abandoned = orphaned_runs.orphaned_runs()\n",
         "    abandoned: list[TenantRun] = []\n",
         (DOCTOR, "-k", "attends"),
     ),

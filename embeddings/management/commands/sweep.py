@@ -48,7 +48,7 @@ class Command(SluicegateCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         repositories = registry.select_repositories(options["tenant"], options["repository"])
         if not options["detach"]:
-            orphaned_runs.wait_for_a_sign(repositories, self._say_busy)
+            orphaned_runs.wait_for_heartbeats(repositories, self._say_busy)
         runs = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=options["concurrency"])
         if options["detach"]:
             self._say_started(runs, as_json=options["json"])

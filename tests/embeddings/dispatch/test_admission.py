@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, connection
 
-from embeddings.dispatch import admission, task_queue
+from embeddings.dispatch import reply_storage, task_queue
+from embeddings.dispatch.admission import POLICIES
 from embeddings.errors import ProviderConfigurationError, TaskRemoved, UsageError
 from embeddings.models import EmbeddingTask, Provider, TenantRun
 from embeddings.query import interactive
@@ -19,7 +20,7 @@ from embeddings.registry import set_provider
 from embeddings.runs import sweep
 from embeddings.runs.follow import follow
 from embeddings.runtime import shutdown
-from embeddings.states import RUN_UNFINISHED, TaskState
+from embeddings.states import RUN_UNFINISHED, ProviderKind, TaskState
 from tests.support.commanding import manage
 from tests.support.factories import make_generation, make_outcome, make_repository, make_run, make_task
 from tests.support.provider_server import (
@@ -49,6 +50,8 @@ from tests.support.sweeps import (
 from tests.support.threads import in_threads, raised_by
 from tests.support.waiting import PROMPTLY_S, eventually
 
+NATIVE = POLICIES[ProviderKind.OLLAMA]
+
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.both_databases]
 
 LONG = {"embedding_timeout_ms": 60_000, "query_timeout_ms": 60_000}
@@ -73,10 +76,10 @@ class TestTheCapIsAPositiveWholeNumber:
     @pytest.mark.parametrize("cap", NO_CAPS, ids=repr)
     def test_admission_refuses_anything_else_by_name(self, cap: object) -> None:
         with pytest.raises(ProviderConfigurationError, match="max_in_flight"):
-            admission.cap_of(cap)
+            NATIVE.cap(cap)
 
     def test_it_takes_any_positive_one(self) -> None:
-        assert [admission.cap_of(cap) for cap in (1, 2, 64)] == [1, 2, 64]
+        assert [NATIVE.cap(cap) for cap in (1, 2, 64)] == [1, 2, 64]
 
     @pytest.mark.parametrize("cap", NO_CAPS, ids=repr)
     def test_the_registry_refuses_it_by_name(self, cap: object, ollama: Site) -> None:
@@ -150,30 +153,30 @@ class TestTheCapIsReadAnew:
 
     def test_at_every_admission(self, queue: Site) -> None:
         provider = queue.provider
-        first = admission.admit(provider)
+        first = NATIVE.admit(provider)
         assert first is not None
-        assert admission.admit(provider) is None
+        assert NATIVE.admit(provider) is None
         Provider.objects.filter(pk=provider.pk).update(max_in_flight=2)
-        second = admission.admit(provider)
+        second = NATIVE.admit(provider)
         assert second is not None
-        assert admission.admit(provider) is None
+        assert NATIVE.admit(provider) is None
         Provider.objects.filter(pk=provider.pk).update(max_in_flight=1)
-        held, following = admission.settle_and_admit(provider, first)
+        held, following = NATIVE.settle_and_admit(first)
         assert (held, following) == (True, None)
-        held, following = admission.settle_and_admit(provider, second)
+        held, following = NATIVE.settle_and_admit(second)
         assert held
         assert following is not None
 
     def test_the_database_itself_refuses_two_in_one_slot(self, queue: Site) -> None:
-        admission.admit(queue.provider)
+        NATIVE.admit(queue.provider)
         with pytest.raises(DatabaseError):
             EmbeddingTask.objects.filter(state=TaskState.QUEUED).update(slot=0)
 
     def test_waiters_go_in_the_order_in_which_they_came_interactive_first(self, queue: Site) -> None:
         Provider.objects.filter(pk=queue.provider.pk).update(max_in_flight=5)
         generation = make_generation(queue.provider)
-        task_queue.put_interactive(queue.provider, generation, ["query"], patience_ms=60_000)
-        admitted = [admission.admit(queue.provider) for _ in range(5)]
+        task_queue.put_interactive(queue.provider, generation, ["query"], timeout_ms=60_000)
+        admitted = [NATIVE.admit(queue.provider) for _ in range(5)]
         assert admitted[0].is_interactive
         assert [task.id for task in admitted[1:]] == sorted(task.id for task in admitted[1:])
 
@@ -181,9 +184,9 @@ class TestTheCapIsReadAnew:
         settings.LANE_BATCH_MAX_WAIT_MS = 0
         generation = make_generation(queue.provider)
         for _ in range(2):
-            task_queue.put_interactive(queue.provider, generation, ["query"], patience_ms=60_000)
-        first = admission.admit(queue.provider)
-        _, second = admission.settle_and_admit(queue.provider, first)
+            task_queue.put_interactive(queue.provider, generation, ["query"], timeout_ms=60_000)
+        first = NATIVE.admit(queue.provider)
+        _, second = NATIVE.settle_and_admit(first)
         assert (first.is_interactive, second.is_interactive) == (True, False)
 
 
@@ -267,7 +270,7 @@ class TestTheSlotBelongsToTheCall:
         assert outcome_of(again, at.first).provider_calls == 0
 
     def test_twin_a_gate_that_keeps_no_late_reply_buys_the_batch_twice(self, at, monkeypatch) -> None:
-        monkeypatch.setattr(admission, "keeps_late_replies", False)
+        monkeypatch.setattr(reply_storage, "store_late", lambda answered: None)
         sweep.cancel_outcome(outcome_of(at.run, at.first))
         at.gate.release()
         eventually(lambda: slots_taken() == 0 and len(calls_with(at.site.server, "beta")) == 1)
@@ -347,8 +350,8 @@ class TestTheSlotBelongsToTheCall:
         worker.kill()
         task = EmbeddingTask.objects.get(run=run)
         if not is_past(task):
-            assert admission.admit(ollama.provider) is None or is_past(task)
-        again = eventually(lambda: admission.admit(ollama.provider))
+            assert NATIVE.admit(ollama.provider) is None or is_past(task)
+        again = eventually(lambda: NATIVE.admit(ollama.provider))
         assert is_past(task)
         assert (again.id, again.token != task.dispatch_token) == (task.pk, True)
 

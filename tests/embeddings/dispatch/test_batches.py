@@ -129,14 +129,14 @@ class TestSplitting:
         EmbeddingTask.objects.update(lease_expires_at="2000-01-01T00:00Z")
         task_queue.reclaim(task.provider_id)
         assert not batches.split(task, batch)
-        assert not batches.condemn(task, batch, "refused")
+        assert not batches.mark_undeliverable(task, batch, "refused")
         assert EmbeddingTask.objects.count() == 1
 
-    def test_a_text_is_condemned_with_all_its_rows(self, outcome):
+    def test_a_text_is_marked_undeliverable_with_all_its_rows(self, outcome):
         rows(outcome, "a", "a")
         batches.refill(configure(outcome))
         task = dispatched(outcome)
-        assert batches.condemn(task, batches.load(task.id), "refused")
+        assert batches.mark_undeliverable(task, batches.load(task.id), "refused")
         assert set(KnowledgeRow.objects.values_list("undeliverable_reason", "version__is_live")) == {("refused", True)}
 
     def test_something_landed_once_a_half_is_stored_or_the_control_text_passed(self, outcome):

@@ -1,4 +1,4 @@
-"""The drain: a refused text is found and condemned alone, a wrong model condemns nothing, and a step leaves nothing behind."""
+"""The drain: a refused text alone is marked undeliverable, a wrong model marks nothing, and a step leaves nothing behind."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 from django.db import OperationalError, connection
 
 from embeddings import codes
-from embeddings.dispatch import batches, drain, task_queue
+from embeddings.dispatch import batches, calls, task_queue
 from embeddings.models import EmbeddingGeneration, EmbeddingTask, KnowledgeRow, Provider, RunCircuit
 from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from embeddings.runs import sweep
@@ -34,7 +34,7 @@ class TestARefusedText:
         return stage.repository("a", *(f"alpha {number:02d}" for number in range(32)))
 
     @pytest.mark.parametrize(("code", "guilty"), [(400, 0), (400, 31), (413, 13), (422, 14), (500, 15)])
-    def test_costs_at_most_twelve_calls_and_is_condemned_alone(self, stage, batch_of_32, code, guilty):
+    def test_costs_at_most_twelve_calls_and_is_marked_alone(self, stage, batch_of_32, code, guilty):
         stage.server.when(containing(f"alpha {guilty:02d}"), status(code))
         run = stage.swept(batch_of_32)
         outcome = outcome_of(run, batch_of_32)
@@ -66,14 +66,14 @@ class TestARefusedText:
         assert codes_of(outcome) == (OutcomeStatus.FAILED, codes.ALL_UNDELIVERABLE, "")
 
     @pytest.mark.parametrize(("code", "source"), [(400, "PROVIDER_TEXT_REFUSED"), (500, "PROVIDER_SERVER_FAILED")])
-    def test_a_server_that_refuses_everything_condemns_no_row(self, stage, batch_of_32, code, source):
+    def test_a_server_that_refuses_everything_marks_no_row(self, stage, batch_of_32, code, source):
         stage.server.script(lambda call: status(code))
         outcome = outcome_of(stage.swept(batch_of_32), batch_of_32)
         assert codes_of(outcome) == (OutcomeStatus.FAILED, codes.PROVIDER_FAILED, source)
         assert (outcome.undeliverable, outcome.pending) == (0, 32)
         assert len(stage.server.embedding_calls) <= 4
 
-    def test_twin_without_the_control_text_a_wrong_model_condemns_the_knowledge_base(
+    def test_twin_without_the_control_text_a_wrong_model_marks_the_whole_knowledge_base(
         self, stage, batch_of_32, monkeypatch
     ):
         monkeypatch.setattr(batches, "has_landed", lambda root: True)
@@ -274,4 +274,4 @@ def test_two_drains_share_one_lane(stage):
         eventually(lambda: sweep.advance(run.pk).finished_at, message="the run finishes")
     assert stage.server.peak_in_flight == 1
     assert set(stage.server.texts_seen.values()) == {1}
-    assert drain.CONTROL_TEXT not in stage.server.texts_seen
+    assert calls.CONTROL_TEXT not in stage.server.texts_seen

@@ -6,11 +6,14 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from embeddings.dispatch import lane, task_queue
+from embeddings.dispatch import task_queue
+from embeddings.dispatch.admission import POLICIES
 from embeddings.models import EmbeddingTask, Provider
-from embeddings.states import TaskPriority
+from embeddings.states import ProviderKind, TaskPriority
 from embeddings.timeouts import ProviderTimeoutError
 from tests.support.factories import make_generation, make_outcome, make_provider, make_run, make_task
+
+LANE = POLICIES[ProviderKind.OPENAI_COMPATIBLE]
 
 pytestmark = [pytest.mark.both_databases, pytest.mark.django_db(transaction=True)]
 
@@ -37,7 +40,7 @@ def text(provider):
 
 def go(provider):
     """The next dispatched task, and the lane free again."""
-    task = lane.admit(provider)
+    task = LANE.admit(provider)
     assert task is not None
     assert task_queue.settle(task)
     return task
@@ -47,7 +50,7 @@ def order(provider, outcomes):
     """Who goes, until nobody is left: an outcome's name, or `i` for an interactive text."""
     names = {outcome.pk: name for name, outcome in outcomes.items()}
     found = ""
-    while task := lane.admit(provider):
+    while task := LANE.admit(provider):
         task_queue.settle(task)
         found += names.get(task.outcome_id, "i")
     return found
@@ -57,28 +60,28 @@ class TestSingleFile:
     def test_whatever_the_row_says_one_task_is_out(self, provider, outcomes):
         Provider.objects.update(max_in_flight=5)
         put(outcomes, "a", "b")
-        assert lane.admit(provider) is not None
-        assert lane.admit(provider) is None
+        assert LANE.admit(provider) is not None
+        assert LANE.admit(provider) is None
 
     def test_settling_hands_the_lane_on(self, provider, outcomes):
         first, second = put(outcomes, "a", "b")
-        task = lane.admit(provider)
-        held, following = lane.settle_and_admit(provider, task)
+        task = LANE.admit(provider)
+        held, following = LANE.settle_and_admit(task)
         assert (task.id, held, following.id) == (first.pk, True, second.pk)
 
     def test_a_fenced_holders_reply_does_not_count_and_does_not_free_the_lane(self, provider, outcomes):
         put(outcomes, "a", "b")
-        former = lane.admit(provider)
+        former = LANE.admit(provider)
         EmbeddingTask.objects.filter(pk=former.id).update(lease_expires_at="2000-01-01T00:00Z")
-        current = lane.admit(provider)
-        assert lane.settle_and_admit(provider, former) == (False, None)
+        current = LANE.admit(provider)
+        assert LANE.settle_and_admit(former) == (False, None)
         assert task_queue.is_held(current)
 
     def test_the_likely_next_is_who_goes_next(self, provider, outcomes):
         put(outcomes, "a", "b")
-        assert lane.likely_next(provider) == go(provider).id
-        assert lane.likely_next(provider) == go(provider).id
-        assert lane.likely_next(provider) is None
+        assert LANE.likely_next(provider) == go(provider).id
+        assert LANE.likely_next(provider) == go(provider).id
+        assert LANE.likely_next(provider) is None
 
 
 class TestFairness:
@@ -181,30 +184,30 @@ def overtaken(seconds):
 class TestFinish:
     def test_notifies_while_the_slot_is_held_and_then_frees_it(self, provider, outcomes):
         (task,) = put(outcomes, "a")
-        held = lane.admit(provider)
+        held = LANE.admit(provider)
         slots = []
 
         def callback(error):
             slots.append(EmbeddingTask.objects.get(pk=task.pk).slot)
 
         error = ProviderTimeoutError("x")
-        assert lane.finish(held, error, error.code, callback)
+        assert LANE.finish(held, error, error.code, callback)
         task.refresh_from_db()
         assert (slots, task.slot, task.error_code) == ([0], None, "PROVIDER_TIMEOUT")
 
     def test_a_holder_whose_lease_was_lost_notifies_nobody(self, provider, outcomes):
         put(outcomes, "a")
-        held = lane.admit(provider)
+        held = LANE.admit(provider)
         EmbeddingTask.objects.update(lease_expires_at="2000-01-01T00:00Z")
         task_queue.reclaim(provider.pk)
         heard = []
-        assert not lane.finish(held, ProviderTimeoutError("x"), "PROVIDER_TIMEOUT", heard.append)
+        assert not LANE.finish(held, ProviderTimeoutError("x"), "PROVIDER_TIMEOUT", heard.append)
         assert heard == []
 
     def test_of_another_error_only_frees_the_slot(self, provider, outcomes):
         put(outcomes, "a")
         heard = []
-        assert lane.finish(lane.admit(provider), ValueError("x"), "X", heard.append)
+        assert LANE.finish(LANE.admit(provider), ValueError("x"), "X", heard.append)
         assert (heard, EmbeddingTask.objects.exclude(slot=None).count()) == ([], 0)
 
 

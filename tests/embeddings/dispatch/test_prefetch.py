@@ -1,4 +1,4 @@
-"""A call that was prepared ahead: nothing of it is on the wire before it is released, whatever the kind of provider."""
+"""A call that is held before the wire: nothing of it leaves before it is released, with every kind of provider."""
 
 import asyncio
 import time
@@ -6,8 +6,8 @@ from threading import Event
 
 import pytest
 
-from embeddings.dispatch import prefetch
 from embeddings.dispatch.batches import Batch
+from embeddings.dispatch.calls import Prefetched
 from embeddings.models import Provider
 from embeddings.providers import adapter_for
 from embeddings.providers.base import EmbeddingCall
@@ -39,22 +39,22 @@ def adapter(request, server, monkeypatch):
     return adapter_for(provider)
 
 
-def prepare(adapter, deadline_s=5.0, held=None):
-    """One call of one text, held; and the moment from which its coroutine waits."""
+def prefetch(adapter, deadline_s=5.0, held=None):
+    """One call of one text, held."""
+    held = held or asyncio.Event()
     call = EmbeddingCall(
-        texts=("alpha",),
-        model="embed",
-        is_interactive=False,
-        deadline_s=deadline_s,
-        left=Event(),
-        held=held or asyncio.Event(),
+        texts=("alpha",), model="embed", is_interactive=False, deadline_s=deadline_s, left=Event(), held=held
     )
-    return prefetch.prepare(7, Batch(("alpha",), ((1,),)), adapter, call)
+    return Prefetched(7, Batch(("alpha",), ((1,),)), adapter, call, held, event_loop.submit(adapter.embed(call)))
 
 
-def is_held(found):
+def release(call):
+    event_loop.loop().call_soon_threadsafe(call.held.set)
+
+
+def is_held(ready):
     """Whether its coroutine has come to the wire and waits there."""
-    return eventually(lambda: event_loop.run(_waits(found.call.held)), message="the call to wait at the wire")
+    return eventually(lambda: event_loop.run(_waits(ready.held)), message="the call to wait at the wire")
 
 
 async def _waits(held):
@@ -62,12 +62,12 @@ async def _waits(held):
 
 
 def test_nothing_leaves_before_the_release(adapter, server):
-    found = prepare(adapter)
-    assert is_held(found)
+    ready = prefetch(adapter)
+    assert is_held(ready)
     assert server.connections_accepted == 0
-    found.release()
-    reply = found.future.result(5)
-    assert found.call.left.is_set()
+    release(ready)
+    reply = ready.future.result(5)
+    assert ready.call.left.is_set()
     assert adapter.decode(reply, 1, None).shape == (1, 4)
     assert [call.texts for call in server.embedding_calls] == [("alpha",)]
 
@@ -75,36 +75,30 @@ def test_nothing_leaves_before_the_release(adapter, server):
 def test_twin_what_nothing_holds_leaves_at_once(adapter, server):
     held = asyncio.Event()
     held.set()
-    found = prepare(adapter, held=held)
-    found.future.result(5)
+    ready = prefetch(adapter, held=held)
+    ready.future.result(5)
     assert len(server.embedding_calls) == 1
 
 
 def test_what_is_dropped_never_leaves(adapter, server):
-    found = prepare(adapter)
-    assert is_held(found)
-    found.drop()
-    assert found.future.cancelled()
-    found.release()
+    ready = prefetch(adapter)
+    assert is_held(ready)
+    ready.future.cancel()
+    assert ready.future.cancelled()
+    release(ready)
     event_loop.run(asyncio.sleep(0))
     assert server.connections_accepted == 0
 
 
 def test_the_deadline_runs_from_the_release(adapter, server):
     server.when(lambda call: True, hang())
-    found = prepare(adapter, deadline_s=0.2)
-    assert is_held(found)
+    ready = prefetch(adapter, deadline_s=0.2)
+    assert is_held(ready)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        found.future.result(0.3)
+        ready.future.result(0.3)
     assert server.connections_accepted == 0
-    found.release()
+    release(ready)
     with pytest.raises(ProviderTimeoutError):
-        found.future.result(5)
+        ready.future.result(5)
     assert time.monotonic() - began > 0.5
-
-
-def test_a_call_that_nothing_would_hold_is_refused(adapter):
-    call = EmbeddingCall(texts=("a",), model="m", is_interactive=False, deadline_s=1.0, left=Event())
-    with pytest.raises(ValueError, match="would leave"):
-        prefetch.prepare(7, Batch(("a",), ((1,),)), adapter, call)

@@ -362,27 +362,27 @@ class TestBusy:
 class TestWorkToDo:
     def test_a_queued_task_and_a_lost_lease_are_work(self, outcome):
         provider_id = outcome.run.provider_id
-        assert not task_queue.stands_idle(provider_id)
+        assert not task_queue.wants_drain(provider_id)
         task, _ = dispatched(outcome)
-        assert not task_queue.stands_idle(provider_id)
+        assert not task_queue.wants_drain(provider_id)
         assert not task_queue.has_work(provider_id)
         lose(task)
-        assert task_queue.stands_idle(provider_id)
+        assert task_queue.wants_drain(provider_id)
         assert task_queue.providers_with_work() == [provider_id]
 
     def test_what_cannot_be_admitted_does_not_stand_idle(self, outcome):
         provider = outcome.run.provider
         make_task(outcome)
-        assert task_queue.stands_idle(provider.pk)
+        assert task_queue.wants_drain(provider.pk)
         Provider.objects.update(is_paused=True)
-        assert not task_queue.stands_idle(provider.pk)
+        assert not task_queue.wants_drain(provider.pk)
         Provider.objects.update(is_paused=False, busy_until=timezone.now() + timedelta(minutes=1))
-        assert not task_queue.stands_idle(provider.pk)
+        assert not task_queue.wants_drain(provider.pk)
 
     def test_a_queue_behind_a_taken_slot_does_not_stand_idle(self, outcome):
         dispatched(outcome)
         make_task(outcome)
-        assert not task_queue.stands_idle(outcome.run.provider_id)
+        assert not task_queue.wants_drain(outcome.run.provider_id)
         assert task_queue.has_work(outcome.run.provider_id)
 
     def test_calls_are_counted_up_and_down(self, outcome):

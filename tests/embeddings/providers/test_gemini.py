@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from embeddings import codes, errors
-from embeddings.dispatch import gates, unqueued
+from embeddings.dispatch import admission
 from embeddings.models import EmbeddingTask
 from embeddings.providers import gemini
 from embeddings.providers.gemini import GeminiProvider
@@ -148,15 +148,14 @@ class TestAnswers:
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.both_databases
-class TestNoGate:
+class TestNoQueue:
     @pytest.fixture
     def site(self, server, tmp_path):
         return make_site(GEMINI, server, tmp_path, embedding_timeout_ms=1_000)
 
-    def test_it_has_no_finish(self, site) -> None:
-        gate = gates.gate_for(site.provider)
-        assert gate is unqueued
-        assert gate.finish is None
+    def test_its_policy_notifies_nobody(self, site) -> None:
+        policy = admission.policy_for(site.provider)
+        assert (policy.notifies, policy.cap(1)) == (False, None)
 
     def test_a_timeout_notifies_nobody_and_each_outcome_stands_for_itself(self, site) -> None:
         site.server.when(containing("alpha"), hang())
@@ -188,5 +187,4 @@ class TestNoGate:
         assert "the guarantee of the queued providers does not hold" in " ".join(said.split())
         (facts,) = manage("provider", "list", "--json").json["providers"]
         assert (facts["admission"], facts["is_queued"]) == ("unqueued", False)
-        for module in (gemini, unqueued):
-            assert "guarantee" in module.__doc__
+        assert "guarantee" in gemini.__doc__

@@ -110,7 +110,7 @@ class TestALockedDatabase:
             raise OperationalError("database is locked")
 
         with pytest.raises(OperationalError):
-            retry.durably(locked, within_s=0.02)
+            retry.retry_on_database_error(locked, within_s=0.02)
 
     def test_another_error_is_raised_at_once(self):
         tries = []
@@ -120,5 +120,5 @@ class TestALockedDatabase:
             raise IntegrityError("refused")
 
         with pytest.raises(IntegrityError):
-            retry.durably(refused)
+            retry.retry_on_database_error(refused)
         assert len(tries) == 1

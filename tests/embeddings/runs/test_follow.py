@@ -9,7 +9,7 @@ from celery import current_app
 
 from embeddings.models import EmbeddingTask, Provider, TenantRun
 from embeddings.runs import follow as following
-from embeddings.runs import sweep
+from embeddings.runs import sweep, transitions
 from embeddings.runs.follow import follow
 from embeddings.runtime import valkey, wake_ups
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunStatus, TaskState
@@ -53,7 +53,7 @@ def test_it_does_everything_itself_where_no_worker_does(stage):
 
 def test_where_nobody_listens_it_steps_in_at_once(stage, monkeypatch, broker_of_its_own):
     monkeypatch.setattr(following, "STEP_IN_AFTER_S", 60.0)
-    assert wake_ups.nobody_listens()
+    assert wake_ups.no_worker_listens()
     (run,) = follow([stage.start(stage.repository("a", "alpha"))])
     assert run.status == RunStatus.COMPLETED
 
@@ -64,12 +64,12 @@ def test_where_a_worker_may_listen_it_waits_first(stage, monkeypatch, broker_of_
         mailbox = current_app.control.mailbox.Node("w", channel=connection.channel()).listen(callback=print)
         with contextlib.suppress(TimeoutError):
             connection.drain_events(timeout=0.05)
-        assert not wake_ups.nobody_listens()
+        assert not wake_ups.no_worker_listens()
         began = time.monotonic()
         follow([stage.start(stage.repository("a", "alpha"))])
         assert time.monotonic() - began >= 0.3
         mailbox.cancel()
-    assert eventually(wake_ups.nobody_listens)
+    assert eventually(wake_ups.no_worker_listens)
 
 
 def test_it_follows_runs_of_several_providers(stage):
@@ -83,7 +83,7 @@ def test_it_follows_runs_of_several_providers(stage):
 def test_it_takes_over_what_a_dead_worker_left(stage):
     a = stage.repository("a", *texts("alpha", 6))
     run = stage.start(a)
-    assert sweep._claim(run.pk)
+    assert transitions.claim_scan(run.pk)
     type(outcome_of(run, a)).objects.update(scan_lease_expires_at="2000-01-01T00:00Z")
 
     def kill_the_holder(runs):

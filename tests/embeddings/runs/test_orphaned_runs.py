@@ -14,7 +14,7 @@ from django.utils import timezone
 
 from embeddings import codes
 from embeddings.models import TenantRun
-from embeddings.runs import orphaned_runs, sweep
+from embeddings.runs import orphaned_runs, sweep, transitions
 from embeddings.states import OUTCOME_UNFINISHED, OutcomeStatus, RunStatus, RunTrigger
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.provider_server import Gate, ProviderServer, gated
@@ -50,7 +50,7 @@ class TestARunThatNobodyAttends:
     def test_one_that_is_attended_keeps_its_repositories(self, site):
         repository = site.repository("docs", *texts("docs", 3))
         alive = unattended(site.start_and_scan(repository))
-        orphaned_runs.attend(alive.pk)
+        transitions.heartbeat(alive.pk)
         (late,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
         assert outcome_of(late, repository).status == OutcomeStatus.SKIPPED
         assert outcome_of(alive, repository).status in OUTCOME_UNFINISHED
@@ -65,7 +65,7 @@ class TestARunThatNobodyAttends:
     def test_a_live_scan_keeps_it_alive(self, site):
         repository = site.repository("docs", *texts("docs", 3))
         (run,) = sweep.start([repository], trigger=RunTrigger.COMMAND)
-        assert sweep._claim(run.pk) is not None
+        assert transitions.claim_scan(run.pk) is not None
         unattended(run)
         assert not orphaned_runs.interrupt(run.pk)
 

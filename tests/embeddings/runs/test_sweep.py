@@ -11,7 +11,7 @@ from embeddings.dispatch import batches, task_queue
 from embeddings.errors import UsageError
 from embeddings.knowledge import store
 from embeddings.models import EmbeddingTask, KnowledgeRow, Provider, Repository, RepositoryOutcome, TenantRun
-from embeddings.runs import circuit, outcomes, sweep
+from embeddings.runs import circuit, sweep, totals, transitions
 from embeddings.runtime import shutdown
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, RunTrigger, TaskState
 from tests.support.factories import make_outcome, make_provider, make_repository, make_run, make_tenant
@@ -120,12 +120,12 @@ class TestScanning:
         a = stage.repository("a", "alpha")
         run = stage.start(a)
         for losses in (1, 2):
-            assert sweep._claim(run.pk)
+            assert transitions.claim_scan(run.pk)
             RepositoryOutcome.objects.update(scan_lease_expires_at=PAST)
             sweep.advance(run.pk)
             outcome = outcome_of(run, a)
             assert (outcome.status, outcome.scan_losses) == (S.PENDING, losses)
-        assert sweep._claim(run.pk)
+        assert transitions.claim_scan(run.pk)
         RepositoryOutcome.objects.update(scan_lease_expires_at=PAST)
         assert sweep.advance(run.pk).status == RunStatus.INTERRUPTED
         assert codes_of(outcome_of(run, a)) == (S.INTERRUPTED, codes.SCAN_LOST, "")
@@ -134,7 +134,7 @@ class TestScanning:
         a, b = stage.repository("a", "alpha"), stage.repository("b", "beta")
         run = stage.start(a, b)
         assert sweep.scan_next(run.pk)
-        assert sweep._claim(run.pk)
+        assert transitions.claim_scan(run.pk)
         circuit.open_for(task_queue.admit(stage.provider.pk, lambda cap: 1, "fair"), TimedOut())
         assert outcome_of(run, b).status == S.SCANNING
         RepositoryOutcome.objects.update(scan_lease_expires_at=PAST)
@@ -272,20 +272,20 @@ class TestEnding:
         ],
     )
     def test_a_run_is_named_by_its_outcomes(self, statuses, named):
-        assert sweep.run_status(set(statuses), was_cancelled=False) == named
-        assert sweep.run_status(set(statuses), was_cancelled=True) == RunStatus.CANCELLED
+        assert transitions.run_status(set(statuses), was_cancelled=False) == named
+        assert transitions.run_status(set(statuses), was_cancelled=True) == RunStatus.CANCELLED
 
     def test_a_run_is_not_finished_before_what_its_outcomes_did_is_recorded(self, stage, monkeypatch):
         """Another process decides the last outcome between our recording and our finishing."""
         a = stage.repository("a", "alpha")
         run = stage.start(a)
-        real = sweep._record_decided
+        real = totals.record_decided
 
         def decided_just_after(of_run):
             real(of_run)
             RepositoryOutcome.objects.update(status=S.SUCCEEDED, finished_at=timezone.now())
 
-        monkeypatch.setattr(sweep, "_record_decided", decided_just_after)
+        monkeypatch.setattr(totals, "record_decided", decided_just_after)
         sweep.advance(run.pk)
         monkeypatch.undo()
         assert TenantRun.objects.get(pk=run.pk).finished_at is None
@@ -375,8 +375,8 @@ class TestAChangedModel:
 class TestDeciding:
     def test_once(self, transactional_db):
         outcome = make_outcome(make_run(), status=S.EMBEDDING)
-        assert outcomes.decide(outcome.pk, S.DEFERRED, code="FIRST")
-        assert not outcomes.decide(outcome.pk, S.FAILED, code="SECOND")
+        assert transitions.decide(outcome.pk, S.DEFERRED, code="FIRST")
+        assert not transitions.decide(outcome.pk, S.FAILED, code="SECOND")
         outcome.refresh_from_db()
         assert (outcome.status, outcome.error_code) == (S.DEFERRED, "FIRST")
 

@@ -6,7 +6,7 @@ import pytest
 from django.utils import timezone
 
 from embeddings.models import Repository, RepositoryOutcome
-from embeddings.runs import outcomes
+from embeddings.runs import totals
 from embeddings.states import OutcomeStatus
 from tests.support.factories import make_outcome, make_repository, make_row, make_run, make_tenant, make_version
 
@@ -23,7 +23,7 @@ def outcome():
 def decided(outcome, status, **values):
     RepositoryOutcome.objects.filter(pk=outcome.pk).update(status=status, **values)
     found = RepositoryOutcome.objects.select_related("repository", "run").get(pk=outcome.pk)
-    outcomes.record(found)
+    totals.record(found)
     return Repository.objects.get(pk=outcome.repository_id)
 
 
@@ -75,16 +75,16 @@ class TestNextDue:
     @pytest.mark.parametrize(("failures", "minutes"), [(0, 30), (1, 60), (2, 120), (3, 120), (99, 120)])
     def test_is_the_cadence_doubled_by_each_failure_up_to_two_hours(self, repository, failures, minutes):
         now = timezone.now()
-        wait = outcomes.next_due(repository, failures, now) - now
+        wait = totals.next_due(repository, failures, now) - now
         assert timedelta(minutes=minutes) <= wait <= timedelta(minutes=minutes * 1.1)
 
     def test_a_cadence_over_two_hours_is_not_shortened_by_failures(self, repository):
         repository.cadence_minutes = 600
         now = timezone.now()
-        assert outcomes.next_due(repository, 5, now) - now >= timedelta(minutes=600)
+        assert totals.next_due(repository, 5, now) - now >= timedelta(minutes=600)
 
     def test_the_jitter_is_a_repositorys_own_and_always_the_same(self, repository):
         now = timezone.now()
-        assert outcomes.next_due(repository, 0, now) == outcomes.next_due(repository, 0, now)
-        waits = {outcomes.next_due(make_repository(repository.tenant), 0, now) for _ in range(5)}
+        assert totals.next_due(repository, 0, now) == totals.next_due(repository, 0, now)
+        waits = {totals.next_due(make_repository(repository.tenant), 0, now) for _ in range(5)}
         assert len(waits) > 1
