@@ -45,7 +45,7 @@ from streaming.upstream.stream_clock import StreamClock
 from streaming.upstream.transport import http_client, read_prefix, shut_down, typed_transport_error, unreadable_encoding
 from streaming.upstream.watchdog import CLEANUP_S, StreamGuard, close_within
 
-__all__ = ["AttemptResult", "ChatAttempt", "ChatDelta", "ProviderConfig", "close_clients", "open_attempt"]
+__all__ = ["AttemptResult", "ChatDelta", "ProviderConfig", "UpstreamAttempt", "close_clients", "open_attempt"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,16 @@ def open_attempt(
     *,
     is_cancelled: Callable[[], bool] = lambda: False,
     label: str = "chat attempt",
-) -> ChatAttempt:
+) -> UpstreamAttempt:
     """An attempt at `request`, an OpenAI chat completion request; always streamed, with its usage asked for.
 
     `is_cancelled` says whether the user has cancelled by now: it names an end, and does not bring one about (cancel the
     task for that). `label` leads the log lines.
     """
-    return ChatAttempt(config, request, is_cancelled, label)
+    return UpstreamAttempt(config, request, is_cancelled, label)
 
 
-class ChatAttempt:
+class UpstreamAttempt:
     """An async context manager and an async iterator of ChatDelta; use it once, by `open_attempt`."""
 
     def __init__(
