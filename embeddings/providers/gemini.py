@@ -26,11 +26,11 @@ from embeddings.providers.http import (
     HttpClient,
     of_transport,
     post_json,
-    retry_after_ms,
     timeouts,
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.replies import bind, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.timeouts import ProviderTimeoutError

@@ -19,11 +19,11 @@ from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, 
 from embeddings.providers.http import (
     HttpClient,
     of_transport,
-    retry_after_ms,
     timeouts,
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.replies import bind, in_order, listed
 from embeddings.providers.retries import Wordings, of_status, with_retries
 from embeddings.timeouts import OpenAICompatibleRequestTimeout

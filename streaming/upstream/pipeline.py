@@ -27,7 +27,7 @@ import httpx2
 import openai
 
 from embeddings.providers.base import NO_KEY, scrubbed
-from embeddings.providers.http import retry_after_ms
+from embeddings.providers.http_base import retry_after_ms, unreadable_encoding
 from streaming.upstream.attempt import AttemptResult, ProviderConfig
 from streaming.upstream.budgets import LARGEST_BUDGET_MS
 from streaming.upstream.chunks import ChatDelta, ChunkReader
@@ -42,10 +42,10 @@ from streaming.upstream.errors import (
 from streaming.upstream.retry import NOTHING_TO_RETRY, classify_retry_error, end_of
 from streaming.upstream.sse_decoder import SseDecodeError, SseDecoder
 from streaming.upstream.stream_clock import StreamClock
-from streaming.upstream.transport import http_client, read_prefix, shut_down, typed_transport_error, unreadable_encoding
+from streaming.upstream.transport import http_client, read_prefix, shut_down, typed_transport_error
 from streaming.upstream.watchdog import CLEANUP_S, StreamGuard, close_within
 
-__all__ = ["AttemptResult", "ChatAttempt", "ChatDelta", "ProviderConfig", "close_clients", "open_attempt"]
+__all__ = ["AttemptResult", "ChatDelta", "ProviderConfig", "UpstreamAttempt", "close_clients", "open_attempt"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,16 @@ def open_attempt(
     *,
     is_cancelled: Callable[[], bool] = lambda: False,
     label: str = "chat attempt",
-) -> ChatAttempt:
+) -> UpstreamAttempt:
     """An attempt at `request`, an OpenAI chat completion request; always streamed, with its usage asked for.
 
     `is_cancelled` says whether the user has cancelled by now: it names an end, and does not bring one about (cancel the
     task for that). `label` leads the log lines.
     """
-    return ChatAttempt(config, request, is_cancelled, label)
+    return UpstreamAttempt(config, request, is_cancelled, label)
 
 
-class ChatAttempt:
+class UpstreamAttempt:
     """An async context manager and an async iterator of ChatDelta; use it once, by `open_attempt`."""
 
     def __init__(

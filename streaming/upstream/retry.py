@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from embeddings.errors import causes
 from embeddings.timeouts import ESOCKETTIMEDOUT, ETIMEDOUT
 from streaming.upstream.errors import (
     ChatStreamError,
@@ -39,7 +40,6 @@ TRANSIENT_PROVIDER_CODES = frozenset(
     }
 )
 MAX_RETRIES = 2
-_LONGEST_CAUSE_CHAIN = 50
 
 
 class RetryKind(StrEnum):
@@ -173,27 +173,6 @@ def first_transport_code(errors: Iterable[BaseException]) -> str | None:
         if name in TRANSPORT_CODES:
             return name
     return None
-
-
-def causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
-    """The error, its cause, that one's cause, and so on; each once, though the chain be a cycle.
-
-    The members of an exception group are causes of it: a host of several addresses is refused by each. `with_contexts`
-    follows the context where there is no cause, for libraries that cut the chain with `from None`.
-    """
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting and len(seen) < _LONGEST_CAUSE_CHAIN:
-        cause = waiting.pop()
-        if id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        yield cause
-        if isinstance(cause, BaseExceptionGroup):
-            waiting.extend(reversed(cause.exceptions))
-        behind = cause.__cause__ or (cause.__context__ if with_contexts else None)
-        if behind is not None:
-            waiting.append(behind)
 
 
 def _status_of(error: BaseException) -> int | None:

@@ -17,8 +17,8 @@ CONNECTION_MUTATIONS = (
         "every packet is read by itself, however many streams there are",
         "-",
         "streaming/upstream/connections.py",
-        "        due = self._read_at + gather_s(len(_waited_for))\n",
-        "        due = self._read_at\n",
+        "            due = self._read_at + gather_s(len(_waiting))\n",
+        "            due = self._read_at\n",
         (GATHERING,),
     ),
     Mutation(
@@ -57,8 +57,8 @@ CONNECTION_MUTATIONS = (
         "what was gathered is read only once more comes",
         "G10",
         "streaming/upstream/connections.py",
-        "            self._alarm = self._loop.call_at(due, self._wake_reader)\n",
-        "            pass\n",
+        "                self._timer = self._loop.call_at(due, self._wake_reader)\n",
+        "                pass\n",
         (GATHERING,),
     ),
     Mutation(

@@ -10,7 +10,8 @@ import pytest
 from embeddings import errors
 from embeddings.providers import http
 from embeddings.providers.gemini import GeminiProvider
-from embeddings.providers.http import KEPT_CONNECTIONS, retry_after_ms
+from embeddings.providers.http import KEPT_CONNECTIONS
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.ollama import OllamaProvider
 from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from tests.support.attempts import play

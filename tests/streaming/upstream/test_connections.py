@@ -1,4 +1,4 @@
-"""The connections under a chat stream, on real sockets: what was told of the end, of too much, of nobody listening."""
+"""The connections under a chat stream, on real sockets: resets, back-pressure, aborts, TLS and gathered reads."""
 
 import asyncio
 import socket
@@ -159,7 +159,7 @@ def test_a_handshake_that_is_cancelled_leaves_no_socket_open():
     connected(answer, talk)
 
 
-def test_tls_is_spoken_and_a_certificate_that_nobody_vouches_for_is_refused():
+def test_tls_is_spoken_and_a_certificate_of_an_unknown_authority_is_refused():
     certificate = Path(__file__).with_name("localhost.pem")
     theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     theirs.load_cert_chain(certificate)
@@ -212,7 +212,7 @@ class TestGathering:
         reads, wires = [], []
 
         def awaits_more(sent, is_read):
-            if not wires or wires[0] not in connections._waited_for:
+            if not wires or wires[0] not in connections._waiting:
                 return False
             return b"".join(reads) + (b"" if is_read else bytes(wires[0].unread)) == sent
 
