@@ -17,10 +17,10 @@ from project.local.model_server import ModelServer
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 from streaming.turns import transitions
-from tests.support.chat_stack import Process, chat_at, text_of
+from tests.support.chat_stack import chat_at, text_of
 from tests.support.factories import make_provider
-from tests.support.held_load import HeldLoad
-from tests.support.local_server import MODELS
+from tests.support.local_models import MODELS, HeldLoad
+from tests.support.processes import Process
 from tests.support.threads import in_thread
 from tests.support.waiting import PROMPTLY_S, eventually
 
