@@ -331,7 +331,7 @@ def test_a_turn_outlasts_a_load_that_is_shorter_than_its_pauses(loading):
     """The command runs its turn itself, with pauses as long as a load may take."""
     held, chat = loading
     words = ("manage", "chat", chat.tenant.slug, "What is git?", "--no-knowledge")
-    command = Process("loading-chat", *words, CHAT_RETRY_BASE_MS="2000")
+    command = Process("loading-chat", *words, CHAT_RETRY_BASE_MS="5000")
     chat.ending.callback(command.end)
     eventually(lambda: "tries again: retry_status" in command.output, timeout=30, message="it was told to wait")
     held.release()

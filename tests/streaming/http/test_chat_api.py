@@ -128,7 +128,7 @@ def test_the_twin_of_silence_without_a_watchdog_the_socket_stays_open(chat):
 
 
 def test_a_turn_meets_its_wall_clock_whatever_its_attempts_do(chat):
-    chat.provider.turn_wall_ms = 500
+    chat.provider.turn_wall_ms = 2_000
     chat.provider.save()
     chat.server.script(lambda call: sse(R, forever(silence(0.03), T("x"))))
     events = chat.events(chat.take()["id"])
