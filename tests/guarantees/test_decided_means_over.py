@@ -160,7 +160,8 @@ class TestTwoCallsOfOneOutcome:
         site.server.when(containing("alpha 00"), gated(refused, status(401)), times=1)
         site.server.when(containing("alpha 04"), gated(busy, status(429, headers={"Retry-After": "1"})), times=1)
         repository = site.repository("a", *(f"alpha {number:02d}" for number in range(12)))
-        run = site.start_and_scan(repository)
+        # The other one keeps the run from finishing meanwhile.
+        run = site.start_and_scan(repository, site.repository("b", "beta"), concurrency=1)
         with in_threads() as submit:
             for _ in range(2):
                 submit(site.drain)
