@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import os
 import selectors
@@ -74,11 +75,10 @@ class ModelServer:
             stderr=self._log,
             start_new_session=True,
         )
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.stop)
             self.base_url = self._wait_until_ready(self._process)
-        except BaseException:
-            self.stop()
-            raise
+            on_failure.pop_all()
         return self
 
     def __exit__(

@@ -119,7 +119,7 @@ def test_a_model_server_that_is_ended_at_once_ends(local_server):
     """On one core, where whoever starts it is ahead of its threads."""
     program = (
         "import os, pathlib, sys\n"
-        "from project import local_models\n"
+        "from project.local import model_server as local_models\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "for _ in range(6):\n"
         "    local_models._llama(pathlib.Path(sys.argv[1]), local_models._embedding_options())\n"
