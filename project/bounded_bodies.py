@@ -29,7 +29,8 @@ def bounded_bodies(app: App, limit_bytes: int) -> App:
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        if _announced(scope) > limit_bytes:
+        lengths = [value for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
+        if lengths and int(lengths[0]) > limit_bytes:
             await _discard(receive)
             return await _refuse(send, limit_bytes)
         try:
@@ -41,11 +42,6 @@ def bounded_bodies(app: App, limit_bytes: int) -> App:
             await _refuse(send, limit_bytes)
 
     return bounded
-
-
-def _announced(scope: Scope) -> int:
-    lengths = [value for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
-    return int(lengths[0]) if lengths else 0
 
 
 def _counting(receive: Receive, limit_bytes: int) -> Receive:

@@ -122,7 +122,8 @@ async def show_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
 async def turn_events(request: HttpRequest, turn_id: UUID, after: Annotated[int, Field(ge=0)] = 0) -> HttpResponseBase:
     """Server-sent events from the start, or after `Last-Event-ID` (or `after`). A hang-up does not cancel the turn."""
     turn = await in_database(_readable, request, turn_id)
-    seq = _last_event_id(request) or after
+    last_id = request.headers.get("Last-Event-ID", "")
+    seq = (int(last_id) if last_id.isdecimal() and len(last_id) <= 16 else 0) or after
     if seq >= END_SEQ:
         # The end has been read: an EventSource stops at a 204.
         return HttpResponse(status=204)
@@ -160,8 +161,3 @@ def _readable(request: Any, turn_id: UUID) -> ChatTurn:
     if isinstance(request.auth, str):
         return turn_requests.turn_of_token(request.auth, turn_id)
     return turn_requests.find_turn(request.auth, turn_id)
-
-
-def _last_event_id(request: HttpRequest) -> int:
-    given = request.headers.get("Last-Event-ID", "")
-    return int(given) if given.isdecimal() and len(given) <= 16 else 0

@@ -49,7 +49,8 @@ async def completion_stream(turn: ChatTurn, *, include_usage: bool) -> HttpRespo
     followed = follow(turn)
     async with cancelled_by_hang_up(turn):
         begun = await _until_delivered(followed)
-    if begun and begun[-1].is_end and _is_failure(begun):
+    has_text = any(event.type == events.DELTA for event in begun)
+    if begun and begun[-1].is_end and begun[-1].data["state"] != TurnState.COMPLETED and not has_text:
         return _error(turn, begun[-1].data)
     body = _ChunkBody(turn, followed, stream, begun)
     return _with_turn(turn, StreamingHttpResponse(body, headers=_SSE))
@@ -82,10 +83,6 @@ async def _until_delivered(followed: AsyncIterator[Event]) -> list[Event]:
         if event.type in (events.DELTA, events.END) or time.monotonic() >= due:
             break
     return begun
-
-
-def _is_failure(begun: list[Event]) -> bool:
-    return begun[-1].data["state"] != TurnState.COMPLETED and not any(event.type == events.DELTA for event in begun)
 
 
 class _ChunkBody:
