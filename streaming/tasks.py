@@ -12,7 +12,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from embeddings.runtime import shutdown
-from project.runtime.database_threads import in_line_thread
+from project.runtime.database_threads import in_fifo_thread
 from streaming.models import ChatTurn, Conversation
 from streaming.states import TURN_ENDED, TurnState
 from streaming.turns import claims, fairness, orphaned_turns, transitions, turn_run
@@ -30,7 +30,7 @@ def run_turn(public_id: str) -> None:
     if shutdown.requested.is_set():
         return
     fairness.note_start()
-    claimed = in_line_thread(_claim, public_id)
+    claimed = in_fifo_thread(_claim, public_id)
     if claimed is not None:
         turn_run.run(*claimed)
 

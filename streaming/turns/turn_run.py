@@ -22,7 +22,7 @@ from embeddings.errors import ProviderError, SluicegateError, TaskExpired
 from embeddings.query.search import SearchHit
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 from project.runtime import event_loop
-from project.runtime.database_threads import in_line_thread
+from project.runtime.database_threads import in_fifo_thread
 from project.runtime.error_place import place_of
 from streaming import codes
 from streaming.log import events
@@ -109,7 +109,7 @@ def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = Non
         # Whatever it was, the turn must not stay behind as running; the text so far is kept.
         logger.error("turn=%s failed: %s", turn.public_id, place_of(error))
     log = opening.result()
-    if held.is_lost or not in_line_thread(
+    if held.is_lost or not in_fifo_thread(
         transitions.end, held.claim, outcome.ending, outcome.result(), outcome.first_content_at
     ):
         event_loop.run(_abandon(log))
@@ -161,7 +161,7 @@ def _retrieve(turn: ChatTurn, held: HeldClaim, deadline: float | None) -> list[S
         # A thread that follows a provider holds no connection: there are more threads than connections.
         connections.close_all()
     sources = events.storable(sources_of(hits))
-    in_line_thread(transitions.enter, held.claim, TurnStage.STREAMING, sources=sources)
+    in_fifo_thread(transitions.enter, held.claim, TurnStage.STREAMING, sources=sources)
     return hits
 
 

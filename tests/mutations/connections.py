@@ -95,7 +95,7 @@ CONNECTION_MUTATIONS = (
         (GIVING_WAY,),
     ),
     Mutation(
-        "whoever asks first has the database first",
+        "a new request starts before one that has begun",
         "-",
         "project/runtime/database_threads.py",
         "(began, number, place)",
@@ -103,7 +103,7 @@ CONNECTION_MUTATIONS = (
         (THREADS,),
     ),
     Mutation(
-        "a place given to one that gave up is lost",
+        "the place of a cancelled waiter is lost",
         "-",
         "project/runtime/database_threads.py",
         "            if not place.cancelled():\n                self._leave()\n",

@@ -1,4 +1,4 @@
-"""What an operator who is new here does first: removed tenants, sources that are gone, the documentation of the API."""
+"""A new operator's first steps: removed tenants, missing sources, the API's documentation."""
 
 import re
 
