@@ -114,7 +114,8 @@ def test_the_keeper_sees_a_cancel_and_a_loss(queued, tenant):
         transitions.request_cancel(queued)
         let_the_lease_run_out(other)
         transitions.take_over_lost(other)
-        claims.look(renewing=True)
+        claims.renew_all()
+        claims.check_all()
         assert (mine.is_cancelled, mine.is_lost) == (True, False)
         assert (lost.is_cancelled, lost.is_lost) == (False, True)
 
