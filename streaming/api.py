@@ -31,7 +31,7 @@ from streaming.log.events import END_SEQ
 from streaming.models import ChatTurn
 from streaming.refusals import TooManyTurns, UnknownModel
 from streaming.turns import transitions
-from streaming.turns.model_list import offers
+from streaming.turns.model_list import chat_models
 
 openai = Router(tags=["OpenAI"])
 chat = Router(tags=["Chat"])
@@ -44,7 +44,7 @@ async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) ->
     """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
     turn = await _taken(turn_requests.take_completion, caller(request), body, completion_for_provider(request))
     async with replies.cancelled_by_hang_up(turn):
-        await wake_ups.in_notifying_thread(transitions.ring, turn)
+        await wake_ups.in_notifying_thread(transitions.notify_worker, turn)
     if body.stream:
         return await replies.completion_stream(turn, include_usage=body.include_usage)
     return await replies.completion(turn)
@@ -105,7 +105,7 @@ _READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
 async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
     """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
     turn = await _taken(turn_requests.take_native, caller(request), body, turn_for_provider(request))
-    await wake_ups.in_notifying_thread(transitions.ring, turn)
+    await wake_ups.in_notifying_thread(transitions.notify_worker, turn)
     return Status(
         201, {**await in_database(turn_requests.rendered, turn), "events_token": turn_requests.event_token(turn)}
     )
@@ -148,7 +148,7 @@ async def _taken(take: Callable[..., ChatTurn], tenant: Tenant, *args: Any) -> C
 
 
 def _models(tenant: Tenant) -> list[dict[str, Any]]:
-    names = [(offer.model, offer.provider) for offer in offers(tenant)]
+    names = [(model.name, model.provider) for model in chat_models(tenant)]
     if tenant.embedding_provider is not None and tenant.embedding_provider.embedding_model:
         names.append((tenant.embedding_provider.embedding_model, tenant.embedding_provider))
     return [

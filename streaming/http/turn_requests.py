@@ -16,7 +16,7 @@ from streaming.refusals import TooManyTurns
 from streaming.states import TurnOrigin, TurnState
 from streaming.turns import orphaned_turns, transitions
 from streaming.turns.conversations import messages_before, resolve
-from streaming.turns.model_list import choose, default_offer
+from streaming.turns.model_list import choose, default_model
 from streaming.turns.transitions import Claim, NewTurn
 
 TOKEN_LIVES_S = 900
@@ -25,19 +25,19 @@ _TOKEN_SALT = "streaming.turn-events"  # noqa: S105 - names what is signed
 
 def take_completion(tenant: Tenant, body: ChatCompletionRequest, request: dict[str, Any]) -> ChatTurn:
     """Stores the turn of an OpenAI client and notifies no worker yet. Raises UnknownModel, TooManyTurns."""
-    offer = choose(tenant, body.model)
-    return transitions.take(NewTurn(tenant, offer, request, TurnOrigin.OPENAI))
+    model = choose(tenant, body.model)
+    return transitions.take(NewTurn(tenant, model, request, TurnOrigin.OPENAI))
 
 
 def take_native(tenant: Tenant, body: NewTurnRequest, request: dict[str, Any]) -> ChatTurn:
     """Stores a turn of the turn API and notifies no worker yet. Raises UnknownModel, UnknownConversation, TooManyTurns."""
-    offer = choose(tenant, body.model) if body.model else default_offer(tenant, uses_knowledge=body.knowledge)
+    model = choose(tenant, body.model) if body.model else default_model(tenant, uses_knowledge=body.knowledge)
     # One transaction: a refused turn must not leave a new conversation behind.
     with transaction.atomic():
         conversation = resolve(tenant, body.conversation, request["messages"])
         if conversation is not None:
             request = request | {"messages": [*messages_before(conversation), *request["messages"]]}
-        return transitions.take(NewTurn(tenant, offer, request, TurnOrigin.NATIVE, conversation))
+        return transitions.take(NewTurn(tenant, model, request, TurnOrigin.NATIVE, conversation))
 
 
 def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
@@ -52,7 +52,7 @@ def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
 def make_room(tenant: Tenant) -> None:
     """Ends the tenant's orphaned turns, which count towards its limit until then. Waits for the event log."""
     for lost in ChatTurn.objects.filter(tenant=tenant, state=TurnState.RUNNING):
-        orphaned_turns.end_lost(lost)
+        orphaned_turns.end_orphaned(lost)
 
 
 def find_turn(tenant: Tenant, public_id: UUID) -> ChatTurn:

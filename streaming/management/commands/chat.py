@@ -23,7 +23,7 @@ from streaming.refusals import TooManyTurns, UnknownModel
 from streaming.states import TurnOrigin, TurnState
 from streaming.turns import claims, transitions, turn_run
 from streaming.turns.claims import HeldClaim
-from streaming.turns.model_list import default_offer
+from streaming.turns.model_list import default_model
 
 
 class Failed(CommandError):
@@ -61,8 +61,8 @@ class Command(SluicegateCommand):
             raise UsageError("the question is empty: say what to ask")
         request = {"messages": [{"role": "user", "content": options["question"]}]}
         try:
-            offer = default_offer(tenant, uses_knowledge=not options["no_knowledge"])
-            return turn_requests.take_claimed(transitions.NewTurn(tenant, offer, request, TurnOrigin.COMMAND))
+            model = default_model(tenant, uses_knowledge=not options["no_knowledge"])
+            return turn_requests.take_claimed(transitions.NewTurn(tenant, model, request, TurnOrigin.COMMAND))
         except UnknownModel as error:
             raise UsageError(f"{error} `manage.py tenant set {tenant} --chat-provider ...` gives it one.") from error
         except TooManyTurns as error:
