@@ -1,4 +1,4 @@
-"""The entries of a turn's event log: types, keys and order (docs/architecture.md, Chat; decision 13).
+"""The entries of a turn's event log: types, keys and order (docs/architecture.md, Chat; decision 16).
 
 A log is a stream in Valkey or Redis. Its ids are our own, `<seq>-0` with seq counting from 1: the server refuses an entry
 that is appended twice, and a worker can append again what a restarted server has lost. The end has the highest seq: after it

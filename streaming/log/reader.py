@@ -1,7 +1,7 @@
 """Reads the events of all turns that this process follows: one connection and one blocking read for all of them.
 
 A slow subscription is left out of the read until it has caught up: the log keeps the events that it has not taken
-(docs/architecture.md, Chat; decision 13).
+(docs/architecture.md, Chat; decision 16).
 """
 
 from __future__ import annotations

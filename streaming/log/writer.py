@@ -1,7 +1,7 @@
 """Appends the events of all turns of this process: one connection, one pipeline at a time, no turn delays another.
 
 While the server is away, events are kept and appended once it is back. Entries of a running turn that a restarted server has
-lost are appended again under their ids (docs/architecture.md, Chat; decision 13).
+lost are appended again under their ids (docs/architecture.md, Chat; decision 16).
 """
 
 from __future__ import annotations
