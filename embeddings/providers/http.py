@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from contextvars import ContextVar
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -195,15 +196,14 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
             request.headers["Connection"] = "close"
         self._open += 1
         self.is_idle.clear()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._count_ended)
             departing = _departing.get()
             if departing is not None:
                 await departing.wait_released()
             request.extensions["trace"] = _Trace(None if departing is None else departing.left)
             response = await super().handle_async_request(request)
-        except BaseException:  # Cancellation too: the request is over whatever ended it.
-            self._count_ended()
-            raise
+            on_failure.pop_all()
         return bounded(response, REPLY_BYTES_MAX, cut=False, on_closed=self._count_ended)
 
     def _count_ended(self) -> None:

@@ -9,7 +9,7 @@ Two locks under `VAR_DIR/valkey` carry the whole life cycle, and the kernel drop
 * `start.lock` is held while somebody decides: look for a server, start one, or leave as the last and stop it;
 * `data.lock` is inherited by the server and held as long as it lives: two servers cannot write one data directory.
 
-Every process that needs the server keeps one named connection open, its *hold*. Whoever leaves and sees no other hold
+Every process that needs the server keeps one named connection open, its *hold*. A process that leaves and sees no other hold
 in CLIENT LIST stops the server. A killed process loses its hold with its socket.
 """
 

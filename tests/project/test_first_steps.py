@@ -1,4 +1,4 @@
-"""What an operator who is new here does first: removed tenants, sources that are gone, the documentation of the API."""
+"""A new operator's first steps: removed tenants, missing sources, the API's documentation."""
 
 import re
 
@@ -36,10 +36,10 @@ class TestARemovedTenant:
             tenant.chat_provider = tenant.embedding_provider
         rows = [transitions.take(new_turn(tenant)) for tenant in (gone, other)]
         with claims.held(transitions.claim(rows[0])) as mine, claims.held(transitions.claim(rows[1])) as theirs:
-            claims.look(renewing=False)
+            claims.check_all()
             assert (mine.is_cancelled, theirs.is_cancelled) == (False, False)
             registry.remove_tenant(gone)
-            claims.look(renewing=False)
+            claims.check_all()
             assert (mine.is_cancelled, theirs.is_cancelled) == (True, False)
 
     def test_closes_the_socket_of_a_stream_at_the_provider(self, chat):

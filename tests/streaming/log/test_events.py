@@ -95,10 +95,10 @@ def test_a_reader_that_waits_hears_of_a_new_subscription_beside_it_at_once(monke
     asyncio.run(scenario())
 
 
-def test_without_the_bell_it_waits_for_the_blocking_read(monkeypatch):
+def test_without_the_wake_up_it_waits_for_the_blocking_read(monkeypatch):
     async def scenario():
         writer, reader = EventWriter(), EventReader()
-        monkeypatch.setattr(reader, "look_again", lambda: None)
+        monkeypatch.setattr(reader, "restart_read", lambda: None)
         silent, busy = new_log(writer), new_log(writer)
         with reader.subscribe(silent.key) as waiting:
             await waiting.take(0.1)
@@ -180,7 +180,7 @@ def test_events_are_kept_while_the_server_is_away_and_the_lost_ones_put_back(cli
         await written(log, 5)
         # As after a crash of the server: what it had not yet saved is gone, and so is the connection.
         client.restore(log.key, 0, kept, replace=True)
-        client.client_kill_filter(_id=(await writer._wire.send([("CLIENT", "ID")]))[0])
+        client.client_kill_filter(_id=await writer._client.client_id())
         say(log, "5")
         assert await log.close(1, {"state": "completed"}, NOW)
         assert texts(await reading) == [str(number) for number in range(6)]

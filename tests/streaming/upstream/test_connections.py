@@ -63,6 +63,26 @@ def test_what_came_before_a_reset_is_read_and_then_the_reset_is_told():
     assert isinstance(connected(answer, talk), ConnectionResetError)
 
 
+def test_what_came_while_the_reader_was_busy_survives_a_reset():
+    received = threading.Event()
+
+    def answer(peer):
+        peer.sendall(b"so far")
+        assert received.wait(5)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    async def talk(connection):
+        wire = connection._wire
+        await asyncio.to_thread(eventually, lambda: wire.unread == b"so far", timeout=5)
+        received.set()
+        await asyncio.to_thread(eventually, lambda: wire.has_ended, timeout=5)
+        assert await connection.read(100) == b"so far"
+        with pytest.raises(httpcore2.ReadError):
+            await connection.read(100)
+
+    connected(answer, talk)
+
+
 def test_a_peer_that_sends_more_than_is_read_has_to_wait():
     """Twin: once it is read, the peer goes on to its end."""
     sent = []
