@@ -16,6 +16,8 @@ START, SOURCES, ATTEMPT, DELTA, FINISH, USAGE, END = "start", "sources", "attemp
 # Made by readers, never logged: notices, the whole turn where its log is gone, and ticks.
 NOTICE, SNAPSHOT, TICK = "notice", "snapshot", "tick"
 FENCE = "fence"
+# In the end event, for readers: how many entries the log must hold before it.
+ENTRIES = "entries"
 
 # Compact; escaped to ASCII: a server may send half of a surrogate pair in one delta and half in the next. One encoder
 # for all: `json.dumps` would make one for each event.

@@ -55,7 +55,7 @@ class TurnLog:
 
     async def close(self, attempt: int, end: dict[str, Any], within_s: float) -> bool:
         """Appends the end event. False if not all was written in time: readers then find the end in the database."""
-        self.end = events.encode(events.END, attempt, end)
+        self.end = events.encode(events.END, attempt, {**end, events.ENTRIES: len(self.entries)})
         self._writer.mark_pending(self)
         try:
             async with asyncio.timeout(within_s):
@@ -161,7 +161,9 @@ class EventWriter:
         written: list[tuple[TurnLog, int]] = []
         for log, entries in batch:
             for seq, payload in entries:
-                commands.append(("XADD", log.key, f"{seq}-0", "e", payload))
+                # A log that has vanished without a disconnect (evicted, flushed) is written again from its first entry.
+                existing = () if seq == 1 else ("NOMKSTREAM",)
+                commands.append(("XADD", log.key, *existing, f"{seq}-0", "e", payload))
                 written.append((log, seq))
                 if seq in (1, events.END_SEQ):
                     ttl = RUNNING_TTL_S if seq == 1 else settings.EVENT_LOG_TTL_SECONDS
@@ -173,7 +175,12 @@ class EventWriter:
             pipeline.execute_command(*command)
         async with asyncio.timeout(TIMEOUT_S):
             replies = await pipeline.execute(raise_on_error=False)
-        refused = {log for (log, _), reply in zip(written, replies, strict=True) if isinstance(reply, Exception)}
+        # None: the stream does not exist any more.
+        refused = {
+            log
+            for (log, _), reply in zip(written, replies, strict=True)
+            if reply is None or isinstance(reply, Exception)
+        }
         for log, seq in written:
             if seq and log not in refused:
                 log.note_written(seq)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from django.db import DatabaseError
+from django.db.models import BooleanField, ExpressionWrapper
 
 from project.runtime.database_threads import in_database, in_waiting_thread
 from streaming.log import events
@@ -21,7 +22,7 @@ from streaming.log.reader import Subscription, event_reader
 from streaming.models import ChatTurn
 from streaming.states import TurnState
 from streaming.turns import orphaned_turns
-from streaming.turns.transitions import end_data, ending_of, is_orphaned
+from streaming.turns.transitions import ORPHANED, end_data, ending_of
 
 # After so long without an event the reader polls the row.
 POLL_S = 0.5
@@ -63,15 +64,20 @@ class _Reading:
         self._no_data_after_s = no_data_after_s(turn)
         self._notices = 0
         self._kinds: set[str] = set()
+        self._seq = after
+        # Entries are missing: what the log still brings is not shown, and the row answers once the turn has ended.
+        self._is_broken = False
         self._end_is_stored = turn.has_ended
         self._end_seen_at = self._heard_at
 
     async def take(self, subscription: Subscription) -> list[Event]:
         came = await subscription.take(self._wait_s())
-        if came:
+        if came and not self._is_broken:
             return self._note(came)
         if not self._end_is_stored:
             return await self._poll()
+        if self._is_broken:
+            return self._from_row()
         may_read_more = time.monotonic() - max(self._heard_at, self._end_seen_at) < LOG_TIMEOUT_S
         if may_read_more and await event_reader().has_unread(subscription):
             return [_TICK]
@@ -85,13 +91,27 @@ class _Reading:
 
     def _note(self, came: list[Event]) -> list[Event]:
         self._heard_at, self._notices = time.monotonic(), 0
+        shown: list[Event] = []
         for event in came:
+            if self._misses_entries_before(event):
+                self._is_broken = True
+                break
+            shown.append(event)
             self._kinds.add(event.type)
             if event.type == events.DELTA:
                 self._seen.add(event.data["choice"], event.data["delta"])
             elif event.type == events.FINISH:
                 self._seen.finish(event.data["choice"], event.data["finish_reason"])
-        return [event for event in came if event.type != events.FENCE]
+        return [event for event in shown if event.type != events.FENCE] or [_TICK]
+
+    def _misses_entries_before(self, event: Event) -> bool:
+        """Whether the log has lost entries (evicted, flushed, or a failover), so that its events are no whole answer."""
+        if event.is_end:
+            return int(event.data.pop(events.ENTRIES, 0)) > self._seq
+        if event.seq >= events.FENCE_SEQ:
+            return False
+        is_gap, self._seq = event.seq != self._seq + 1, event.seq
+        return is_gap
 
     async def _poll(self) -> list[Event]:
         self._turn = await latest(self._turn)
@@ -107,7 +127,8 @@ class _Reading:
             return True
         if self._turn.state == TurnState.QUEUED:
             return await in_waiting_thread(orphaned_turns.end_unclaimed, self._turn)
-        return is_orphaned(self._turn) and await in_waiting_thread(orphaned_turns.end_orphaned, self._turn)
+        is_orphaned = getattr(self._turn, "is_orphaned", False)
+        return is_orphaned and await in_waiting_thread(orphaned_turns.end_orphaned, self._turn)
 
     def _notice(self) -> list[Event]:
         silent_s = time.monotonic() - self._heard_at
@@ -199,4 +220,5 @@ async def _fetch(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _rows(keys: list[int]) -> dict[int, ChatTurn]:
-    return {turn.pk: turn for turn in ChatTurn.objects.select_related("provider").defer("request").filter(pk__in=keys)}
+    turns = ChatTurn.objects.select_related("provider").defer("request").filter(pk__in=keys)
+    return {turn.pk: turn for turn in turns.annotate(is_orphaned=ExpressionWrapper(ORPHANED, BooleanField()))}

@@ -15,12 +15,13 @@ from typing import cast
 
 import redis
 from django.conf import settings
+from django.db.models import QuerySet
 from django.db.models.functions import Now
-from django.utils import timezone
 from kombu.exceptions import OperationalError
 from redis.exceptions import ResponseError
 
 from embeddings.runtime import workers
+from embeddings.runtime.clock import LeaseExpiry
 from streaming import codes
 from streaming.log import events
 from streaming.log.answer import Answer
@@ -54,7 +55,7 @@ _ANSWER_VALID_S = 3.0
 
 def end_orphaned(turn: ChatTurn) -> bool:
     """Ends a running turn whose lease has run out, with the text of its log. Returns whether this call ended it."""
-    if not transitions.is_orphaned(turn):
+    if not ChatTurn.objects.filter(transitions.ORPHANED, pk=turn.pk).exists():
         return False
     try:
         with connect() as client:
@@ -62,8 +63,7 @@ def end_orphaned(turn: ChatTurn) -> bool:
             return _end_with_log(turn, client)
     except UNREACHABLE as error:
         logger.warning("turn=%s: its log cannot be read: %s", turn.public_id, type(error).__name__)
-        expires = turn.lease_expires_at
-        if expires is None or timezone.now() - expires < LOG_TIMEOUT:
+        if not ChatTurn.objects.filter(pk=turn.pk, lease_expires_at__lt=LeaseExpiry() - LOG_TIMEOUT).exists():
             return False
         claim = transitions.take_over_orphaned(turn)
         return claim is not None and transitions.end(claim, WORKER_LOST, Result())
@@ -71,11 +71,10 @@ def end_orphaned(turn: ChatTurn) -> bool:
 
 def end_unclaimed(turn: ChatTurn) -> bool:
     """Ends a turn that has been queued for long if no worker runs, else wakes one again. Returns whether it ended the turn."""
-    waited = timezone.now() - turn.created_at
-    if turn.state != TurnState.QUEUED or waited < timedelta(milliseconds=settings.CHAT_CLAIM_WAIT_MS):
+    if not _queued_for(timedelta(milliseconds=settings.CHAT_CLAIM_WAIT_MS)).filter(pk=turn.pk).exists():
         return False
     is_running = worker_is_running()
-    if is_running is None and waited < BROKER_TIMEOUT:
+    if is_running is None and not _queued_for(BROKER_TIMEOUT).filter(pk=turn.pk).exists():
         return False
     if is_running:
         transitions.notify_worker_again(turn)
@@ -88,10 +87,12 @@ def end_unclaimed(turn: ChatTurn) -> bool:
 
 def overdue_turns() -> Iterable[ChatTurn]:
     """Orphaned turns, and those that have been queued for long."""
-    now = timezone.now()
-    long_queued = now - timedelta(milliseconds=settings.CHAT_CLAIM_WAIT_MS)
-    lost = ChatTurn.objects.filter(state=TurnState.RUNNING, lease_expires_at__lt=now)
-    return [*lost, *ChatTurn.objects.filter(state=TurnState.QUEUED, created_at__lt=long_queued)]
+    queued = _queued_for(timedelta(milliseconds=settings.CHAT_CLAIM_WAIT_MS))
+    return [*ChatTurn.objects.filter(transitions.ORPHANED), *queued]
+
+
+def _queued_for(at_least: timedelta) -> QuerySet[ChatTurn]:
+    return ChatTurn.objects.filter(state=TurnState.QUEUED, created_at__lt=Now() - at_least)
 
 
 def append_end(turn: ChatTurn, ending: Ending) -> None:

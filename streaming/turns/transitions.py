@@ -20,6 +20,7 @@ from django.utils import timezone
 
 from embeddings.models import Tenant
 from embeddings.runtime import wake_ups
+from embeddings.runtime.clock import LeaseExpiry
 from embeddings.runtime.retry import retry_on_database_error
 from streaming import codes
 from streaming.log.events import storable
@@ -29,6 +30,8 @@ from streaming.states import TURN_UNFINISHED, TurnOrigin, TurnStage, TurnState
 from streaming.turns.model_list import ChatModel
 
 RUN_TURN = "streaming.run_turn"
+# A running turn whose lease has run out, by the database's clock.
+ORPHANED = Q(state=TurnState.RUNNING, lease_expires_at__lt=LeaseExpiry())
 END_WITHIN_S = 120.0
 NOTIFY_AGAIN_S = 10
 _DETAIL_MAX = 1000
@@ -145,32 +148,25 @@ def request_cancel(turn: ChatTurn) -> bool:
     if end_unclaimed(turn, Ending(TurnState.CANCELLED, codes.USER_CANCELLED)):
         return True
     asked = Q(cancel_requested_at=None)
-    ChatTurn.objects.filter(asked, pk=turn.pk, state=TurnState.RUNNING).update(cancel_requested_at=timezone.now())
+    ChatTurn.objects.filter(asked, pk=turn.pk, state=TurnState.RUNNING).update(cancel_requested_at=Now())
     return ChatTurn.objects.filter(pk=turn.pk, state=TurnState.RUNNING).exists()
 
 
 def take_over_orphaned(turn: ChatTurn) -> Claim | None:
     """Claims a running turn whose lease has run out, to end it, not to run it again. None if it is not orphaned."""
     token = secrets.token_hex(16)
-    lost = ChatTurn.objects.filter(pk=turn.pk, state=TurnState.RUNNING, lease_expires_at__lt=Now())
+    lost = ChatTurn.objects.filter(ORPHANED, pk=turn.pk)
     return Claim(turn.pk, token) if lost.update(claim_token=token, lease_expires_at=_lease()) else None
 
 
 def notify_worker_again(turn: ChatTurn) -> bool:
     """Wakes a worker again for a queued turn, at most every 10 s for all callers. Returns whether it did."""
-    before = timezone.now() - timedelta(seconds=NOTIFY_AGAIN_S)
-    stale = Q(rung_at=None) | Q(rung_at__lt=before)
+    stale = Q(rung_at=None) | Q(rung_at__lt=Now() - timedelta(seconds=NOTIFY_AGAIN_S))
     with transaction.atomic():
-        won = ChatTurn.objects.filter(stale, pk=turn.pk, state=TurnState.QUEUED).update(rung_at=timezone.now())
+        won = ChatTurn.objects.filter(stale, pk=turn.pk, state=TurnState.QUEUED).update(rung_at=Now())
         if won:
             transaction.on_commit(lambda: notify_worker(turn))
     return bool(won)
-
-
-def is_orphaned(turn: ChatTurn) -> bool:
-    """Whether the turn is running and its lease has run out."""
-    expires = turn.lease_expires_at
-    return turn.state == TurnState.RUNNING and expires is not None and expires < timezone.now()
 
 
 def ending_of(turn: ChatTurn) -> Ending:
@@ -203,7 +199,7 @@ def _insert(new: NewTurn, **fields: Any) -> ChatTurn:
         Tenant.objects.select_for_update(no_key=True).get(pk=new.tenant.pk)
     if ChatTurn.objects.filter(tenant=new.tenant, state__in=TURN_UNFINISHED).count() >= settings.CHAT_TURNS_PER_TENANT:
         raise TooManyTurns(f"There are {settings.CHAT_TURNS_PER_TENANT} unfinished turns already: wait for one to end.")
-    return ChatTurn.objects.create(
+    turn = ChatTurn.objects.create(
         tenant=new.tenant,
         provider=new.model.provider,
         model=new.model.name,
@@ -211,8 +207,12 @@ def _insert(new: NewTurn, **fields: Any) -> ChatTurn:
         conversation=new.conversation,
         origin=new.origin,
         request=storable(new.request),
+        created_at=Now(),
         **fields,
     )
+    # For the reply alone: the row has the database's time.
+    turn.created_at = timezone.now()
+    return turn
 
 
 def _claim_fields(token: str, *, uses_knowledge: bool) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _claim_fields(token: str, *, uses_knowledge: bool) -> dict[str, Any]:
         "stage": TurnStage.RETRIEVING if uses_knowledge else TurnStage.STREAMING,
         "claim_token": token,
         "lease_expires_at": _lease(),
-        "started_at": timezone.now(),
+        "started_at": Now(),
     }
 
 
@@ -240,7 +240,7 @@ def _end_fields(ending: Ending) -> dict[str, Any]:
         "retry_after_ms": ending.retry_after_ms,
         "claim_token": "",
         "lease_expires_at": None,
-        "ended_at": timezone.now(),
+        "ended_at": Now(),
     }
 
 

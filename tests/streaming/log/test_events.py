@@ -71,7 +71,7 @@ def test_what_was_appended_is_read_in_order_by_readers_before_and_after():
         assert await early == late
         assert texts(late) == [str(number) for number in range(300)]
         assert [event.seq for event in late] == [*range(1, 302), events.END_SEQ]
-        assert late[-1].data == {"state": "completed"}
+        assert late[-1].data == {"state": "completed", "entries": 301}
         assert await read_all(reader, log.key, after=290) == late[290:]
 
     asyncio.run(scenario())
@@ -185,6 +185,26 @@ def test_events_are_kept_while_the_server_is_away_and_the_lost_ones_put_back(cli
         assert await log.close(1, {"state": "completed"}, NOW)
         assert texts(await reading) == [str(number) for number in range(6)]
         assert texts(await read_all(reader, log.key)) == [str(number) for number in range(6)]
+
+    asyncio.run(scenario())
+
+
+def test_a_log_that_vanishes_without_a_disconnect_is_written_again_whole(client):
+    """As by eviction, FLUSHALL, or a failover behind a proxy."""
+
+    async def scenario():
+        writer, reader = EventWriter(), EventReader()
+        log = new_log(writer)
+        for number in range(3):
+            say(log, str(number))
+        await written(log, 3)
+        client.delete(log.key)
+        say(log, "3")
+        await written(log, 4)
+        client.delete(log.key)
+        assert await log.close(1, {"state": "completed"}, NOW)
+        came = await read_all(reader, log.key)
+        assert [event.seq for event in came] == [1, 2, 3, 4, events.END_SEQ]
 
     asyncio.run(scenario())
 

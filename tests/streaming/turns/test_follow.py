@@ -10,7 +10,7 @@ from django.db.models import F
 from django.utils import timezone
 
 from project.runtime.database_threads import in_database
-from streaming.log import events, reader
+from streaming.log import events, reader, valkey
 from streaming.log.writer import EventWriter
 from streaming.models import ChatTurn
 from streaming.states import TurnOrigin, TurnState
@@ -103,6 +103,39 @@ def test_a_log_whose_end_never_came(tenant):
     assert said(came)[:2] == [(events.DELTA, {"content": "one "}), (events.DELTA, {"content": "two three"})]
     assert came[1].data["offset"] == 4
     assert said(came)[2:] == REST[1:]
+
+
+class TestALogWithAGap:
+    """Entries are gone from the middle, the beginning or before the end, and the log looks well."""
+
+    @pytest.fixture(params=[(1,), (2,), (3,), (1, 2, 3)], ids=str)
+    def read(self, request, tenant):
+        """What a reader gets of a turn whose log has lost these entries."""
+        row, claim = make_turn(tenant)
+
+        async def scenario():
+            log = EventWriter().open(row.tenant_id, row.public_id)
+            for text in ("one ", "two ", "three"):
+                log.append(events.DELTA, 1, {"choice": 0, "offset": 0, "delta": {"content": text}})
+            await in_database(end, claim)
+            assert await log.close(1, {"state": "completed"}, 5.0)
+            with valkey.connect() as client:
+                client.xdel(log.key, *(f"{seq}-0" for seq in request.param))
+            return await followed(await in_database(fresh, row))
+
+        return lambda: asyncio.run(scenario())
+
+    def test_is_answered_whole_from_the_row(self, read):
+        came = read()
+        text = "".join((event.data.get("delta") or {}).get("content", "") for event in came)
+        assert (text, came[-1].data["state"]) == ("one two three", TurnState.COMPLETED)
+        assert events.ENTRIES not in came[-1].data
+
+    def test_its_twin_a_reader_that_ignores_the_gap_shows_it_as_whole(self, read, monkeypatch):
+        monkeypatch.setattr(follow._Reading, "_misses_entries_before", lambda self, event: False)
+        came = read()
+        assert "".join((event.data.get("delta") or {}).get("content", "") for event in came) != "one two three"
+        assert came[-1].is_end
 
 
 class TestASlowRead:
