@@ -44,6 +44,7 @@ def tick() -> None:
         except Exception:
             # One run's trouble, whatever it is, must not stop the others; the next round tries again.
             logger.exception("run %s could not be advanced", run_id)
+    task_queue.remove_stranded()
     for provider_id in task_queue.providers_with_work():
         drain_provider.delay(provider_id)
 

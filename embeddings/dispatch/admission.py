@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from embeddings.dispatch import task_queue
 from embeddings.dispatch.task_queue import Dispatched, Order
 from embeddings.errors import ProviderConfigurationError
-from embeddings.runtime.retry import retry_on_database_error
 from embeddings.states import ProviderKind
 from embeddings.timeouts import OnProviderTimeout, notify_provider_timeout
 
@@ -59,7 +58,7 @@ class AdmissionPolicy:
             return False
         if self.notifies:
             notify_provider_timeout(error, on_provider_timeout)
-        return retry_on_database_error(lambda: task_queue.fail(task, code, str(error)))
+        return task_queue.fail(task, code, str(error))
 
 
 def _one(max_in_flight: object) -> int:

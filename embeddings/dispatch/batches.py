@@ -15,6 +15,7 @@ from embeddings.dispatch import task_queue
 from embeddings.dispatch.task_queue import Dispatched
 from embeddings.knowledge import store
 from embeddings.models import EmbeddingTask, KnowledgeRow, RepositoryOutcome
+from embeddings.runtime.retry import retried
 from embeddings.states import TASK_UNSETTLED, TaskState
 
 # An outcome's share of the queue: one task at the provider and one waiting; with several slots, one for each and one waiting.
@@ -116,18 +117,18 @@ def _bind(task: EmbeddingTask, row_ids: Iterable[int]) -> None:
 
 
 # --- a refused batch -------------------------------------------------------------------------------------------------
+@retried
 def split(task: Dispatched, batch: Batch) -> bool:
     """Queues the batch's two halves in its place, so that the refused text ends up alone. False if it is no longer held.
 
-    A run that no longer dispatches gets the task removed instead.
+    Where the run no longer dispatches, or the outcome is decided, the task is removed instead.
     """
     outcome = RepositoryOutcome.objects.get(pk=task.of_outcome)
     with transaction.atomic():
-        run = task_queue.lock_run(outcome.run_id)
-        reason = codes.TASK_SPLIT if run.dispatch_allowed else codes.DISPATCH_STOPPED
-        if not task_queue.remove_held(task, reason):
+        refused = task_queue.refusal(outcome.run_id, outcome.pk)
+        if not task_queue.remove_held(task, refused or codes.TASK_SPLIT):
             return False
-        if run.dispatch_allowed:
+        if not refused:
             middle, root = len(batch.texts) // 2, root_id(task.id)
             for ids in (batch.row_ids[:middle], batch.row_ids[middle:]):
                 half = task_queue.put_batch(outcome, len(ids), split_from_id=root)
@@ -135,11 +136,13 @@ def split(task: Dispatched, batch: Batch) -> bool:
     return True
 
 
+@retried
 def root_id(task_id: int) -> int:
     """The batch that this task was first split from; itself if it is whole."""
     return EmbeddingTask.objects.values_list("split_from", flat=True).get(pk=task_id) or task_id
 
 
+@retried
 def has_landed(root: int) -> bool:
     """Whether the provider took some text of this batch, or the control text: then a refusal is due to the text itself."""
     if EmbeddingTask.objects.filter(pk=root, control_passed=True).exists():
@@ -147,11 +150,13 @@ def has_landed(root: int) -> bool:
     return EmbeddingTask.objects.filter(split_from=root, state=TaskState.STORED).exists()
 
 
+@retried
 def note_control_passed(root: int) -> bool:
     """Remembers that the provider took the control text. False if the batch has gone."""
     return EmbeddingTask.objects.filter(pk=root).update(control_passed=True) == 1
 
 
+@retried
 def mark_undeliverable(task: Dispatched, batch: Batch, reason: str) -> bool:
     """Marks the rows of a refused text, alone in its batch, undeliverable. False if the task is no longer held."""
     outcome = RepositoryOutcome.objects.get(pk=task.of_outcome)

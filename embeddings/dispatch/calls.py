@@ -20,6 +20,7 @@ from embeddings.errors import ProviderError, SluicegateError
 from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider
 from embeddings.providers import adapter_for
 from embeddings.providers.base import EmbeddingCall, EmbeddingProvider, RawReply
+from embeddings.runtime.retry import DATABASE_AWAY
 from embeddings.timeouts import ProviderTimeoutError
 from project.runtime import event_loop
 
@@ -176,7 +177,7 @@ def wait_for_end(call: Call, policy: AdmissionPolicy, should_stop: Callable[[], 
     """Waits for the call, and polls whether its task was cancelled or the worker is to stop: then it is given up."""
     # A caller waits for an interactive text, and may give it up: it is polled for more often.
     poll_most_s = _POLL_FIRST_S if call.task.is_interactive else _POLL_MOST_S
-    poll_s = _POLL_FIRST_S
+    poll_s, is_cancelled = _POLL_FIRST_S, False
     if call.task.is_interactive:
         _close_connection()
     while True:
@@ -189,7 +190,10 @@ def wait_for_end(call: Call, policy: AdmissionPolicy, should_stop: Callable[[], 
             if not task_queue.give_back(call.task):
                 task_queue.release_slot(call.task)
             return None
-        if not policy.slot_belongs_to_call and task_queue.was_removed(call.task):
+        # Away for longer than a retry lasts, the database must not cost the call its reply.
+        with contextlib.suppress(*DATABASE_AWAY):
+            is_cancelled = not policy.slot_belongs_to_call and task_queue.was_removed(call.task)
+        if is_cancelled:
             call.future.cancel()
             task_queue.release_slot(call.task)
             return None

@@ -8,13 +8,13 @@ An entry point hands over `Controls`: this module can notify a run's owner of a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from django.conf import settings
-from django.db import InterfaceError, OperationalError
 
 from embeddings import codes
 from embeddings.dispatch import batches, delivery, reply_storage, task_queue
@@ -27,7 +27,7 @@ from embeddings.errors import ProviderBusy, ProviderConfigurationError, Provider
 from embeddings.models import Provider
 from embeddings.providers.base import EmbeddingProvider, RawReply
 from embeddings.runtime import leases, shutdown, wake_ups
-from embeddings.runtime.retry import retry_on_database_error
+from embeddings.runtime.retry import DATABASE_AWAY, retried, retry_on_database_error
 from embeddings.timeouts import OnProviderTimeout, ProviderTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,15 @@ class _Drain:
         retry_on_database_error(partial(self.controls.on_task_ended, task))
 
 
+class _Held:
+    """A dispatched task whose lease is kept from the moment of its dispatch, whatever is done before its call."""
+
+    def __init__(self, task: Dispatched) -> None:
+        self.task = task
+        self.lease = contextlib.ExitStack()
+        self.lease.enter_context(leases.kept(partial(task_queue.renew, task)))
+
+
 def drain(provider_id: int, controls: Controls) -> int:
     """Repeats the step until nothing can be admitted. Returns how many tasks were dispatched."""
     provider = Provider.objects.filter(pk=provider_id).first()
@@ -78,7 +87,7 @@ def drain(provider_id: int, controls: Controls) -> int:
     dispatched = 0
     try:
         while mine.goes_on and (task := _admit(mine)):
-            following: Dispatched | None = task
+            following: _Held | None = task
             while following is not None:
                 dispatched += 1
                 following = _step(mine, following)
@@ -91,7 +100,7 @@ def drain(provider_id: int, controls: Controls) -> int:
     return dispatched
 
 
-def _admit(mine: _Drain) -> Dispatched | None:
+def _admit(mine: _Drain) -> _Held | None:
     provider_id = mine.provider.pk
     mine.caller.reread_provider()
     try:
@@ -103,15 +112,19 @@ def _admit(mine: _Drain) -> Dispatched | None:
                 delivery.announce(failed.id)
             mine.note_end(failed)
         return None
-    if task is not None and task_queue.wants_drain(provider_id):
+    if task is None:
+        return None
+    held = _Held(task)
+    if task_queue.wants_drain(provider_id):
         # One drain carries one call: another slot is free, so another drain is wanted.
         wake_ups.notify_workers(wake_ups.DRAIN, provider_id)
-    return task
+    return held
 
 
-def _step(mine: _Drain, task: Dispatched) -> Dispatched | None:
+def _step(mine: _Drain, held: _Held) -> _Held | None:
     """Carries one dispatched task to its answer or its end; returns the task that was dispatched in its place."""
-    with leases.kept(lambda: task_queue.renew(task)):
+    task = held.task
+    with held.lease:
         call = _start(mine, task)
         if call is None:
             mine.note_end(task)
@@ -129,7 +142,7 @@ def _step(mine: _Drain, task: Dispatched) -> Dispatched | None:
 def _start(mine: _Drain, task: Dispatched) -> Call | None:
     """The task's call; None if there was nothing to send, or no way to: the task has ended then."""
     try:
-        call = mine.caller.start(task)
+        call = retry_on_database_error(lambda: mine.caller.start(task))
     except SluicegateError as error:
         task_queue.count_calls(task, -1)
         _fail(mine, task, error)
@@ -147,7 +160,10 @@ def _reply_to(mine: _Drain, call: Call) -> CallEnd:
         # Before the storing, which may last as long as the call; and after it, for a lone repository's next task is only
         # queued by the end of the one before.
         _prefetch(mine)
-        _store_unstored(mine)
+        try:
+            _store_unstored(mine)
+        except DATABASE_AWAY:
+            logger.exception("a reply could not be stored; its batch is embedded again")
         _prefetch(mine)
         end = wait_for_end(call, mine.policy, mine.controls.should_stop)
     except BaseException:
@@ -163,20 +179,23 @@ def _reply_to(mine: _Drain, call: Call) -> CallEnd:
 
 
 def _prefetch(mine: _Drain) -> None:
-    mine.caller.reread_provider()
-    mine.caller.prefetch(mine.policy.likely_next(mine.provider))
+    """Only a guess is lost where the database is away."""
+    with contextlib.suppress(*DATABASE_AWAY):
+        mine.caller.reread_provider()
+        mine.caller.prefetch(mine.policy.likely_next(mine.provider))
 
 
 # --- a reply ------------------------------------------------------------------------------------------------------------
-def _answered(mine: _Drain, call: Call, reply: RawReply) -> Dispatched | None:
+def _answered(mine: _Drain, call: Call, reply: RawReply) -> _Held | None:
     """Frees the slot before the reply is decoded, and dispatches the next task in the same transaction."""
     task, answered = call.task, Answered(call.task, call.batch, call.adapter, reply)
-    following: Dispatched | None = None
+    following: _Held | None = None
     if mine.goes_on:
-        held, following = retry_on_database_error(lambda: mine.policy.settle_and_admit(task))
+        is_held, dispatched = mine.policy.settle_and_admit(task)
+        following = _Held(dispatched) if dispatched else None
     else:
-        held = task_queue.settle(task)
-    if held:
+        is_held = task_queue.settle(task)
+    if is_held:
         _store_unstored(mine)
         mine.unstored = answered
     elif task_queue.release_slot(task) and mine.policy.slot_belongs_to_call and not task.is_interactive:
@@ -195,7 +214,7 @@ def _store_unstored(mine: _Drain) -> None:
         try:
             reply_storage.store(answered)
             _remember_format(mine.provider, answered.adapter)
-        except (OperationalError, InterfaceError):
+        except DATABASE_AWAY:
             # The database stayed away for longer than the bound: the lease is lost, and the batch is bought again.
             raise
         except ProviderError as error:
@@ -211,6 +230,7 @@ def _store_unstored(mine: _Drain) -> None:
     mine.note_end(task)
 
 
+@retried
 def _remember_format(provider: Provider, adapter: EmbeddingProvider) -> None:
     if adapter.refuses_base64 and not provider.refuses_base64:
         Provider.objects.filter(pk=provider.pk).update(refuses_base64=True)

@@ -1,8 +1,10 @@
 """Durable embedding tasks and all transitions of their states (docs/architecture.md, Embedding, Data and states).
 
 Locks are taken in one order everywhere: provider, run, outcome, task. Putting a task and opening a circuit lock the run and
-never the provider. Every way into `queued` reads the run's `dispatch_allowed` in the same transaction, under its lock.
+never the provider. Every way into `queued` asks `refusal` in the same transaction, under the run's lock: decided means over.
 The raw statements are in `task_statements`, and are run here alone. The counts of outcomes are added to here alone.
+
+A transition outlasts a database that is away for a moment (`retried`): a call at the provider is never lost to a restart.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from django.conf import settings
 from django.db import connection, transaction
-from django.db.models import F, Q
+from django.db.models import F, Q, QuerySet
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from embeddings import codes
 from embeddings.dispatch import task_statements as sql
 from embeddings.errors import DispatchNotAllowed, ProviderConfigurationError
-from embeddings.models import EmbeddingTask, RepositoryOutcome
-from embeddings.states import TASK_UNSETTLED, TaskPriority, TaskState
+from embeddings.models import EmbeddingTask, Provider, RepositoryOutcome
+from embeddings.runtime.retry import retried
+from embeddings.states import OUTCOME_UNFINISHED, TaskPriority, TaskState
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
-    from embeddings.models import EmbeddingGeneration, Provider
+    from embeddings.models import EmbeddingGeneration
 
 LOSSES_MAX = 3
 Order = Literal["fair", "fifo"]
@@ -61,13 +65,13 @@ class Dispatched:
 
 # --- putting --------------------------------------------------------------------------------------------------------
 def put_batch(outcome: RepositoryOutcome, text_count: int, split_from_id: int | None = None) -> EmbeddingTask:
-    """Queues a batch task of the outcome. The caller holds the run's lock and binds its rows in the same transaction.
+    """Queues a batch task of the outcome. The caller binds its rows in the same transaction.
 
-    Raises DispatchNotAllowed if the run's circuit is open or it was cancelled.
+    Raises DispatchNotAllowed if the run's circuit is open, it was cancelled, or the outcome is decided.
     """
-    run = lock_run(outcome.run_id)
-    if not run.dispatch_allowed:
+    if refusal(outcome.run_id, outcome.pk):
         raise DispatchNotAllowed
+    run = lock_run(outcome.run_id)
     return EmbeddingTask.objects.create(
         provider_id=run.provider_id,
         generation_id=run.generation_id,
@@ -89,7 +93,7 @@ def put_interactive(
         priority=TaskPriority.INTERACTIVE,
         texts=list(texts),
         text_count=len(texts),
-        expires_at=timezone.now() + timedelta(milliseconds=timeout_ms),
+        expires_at=Now() + timedelta(milliseconds=timeout_ms),
     )
 
 
@@ -117,7 +121,21 @@ def lock_run(run_id: int) -> LockedRun:
     return LockedRun(provider_id, generation_id, bool(allowed))
 
 
+def refusal(run_id: int | None, outcome_id: int | None) -> str:
+    """Why no task of this run and outcome may be queued, as a code; empty if it may. Locks the run for the transaction.
+
+    An outcome is decided under the run's lock alone: one that is undecided here stays so until the transaction ends.
+    """
+    if run_id is None or outcome_id is None:
+        return ""
+    if not lock_run(run_id).dispatch_allowed:
+        return codes.DISPATCH_STOPPED
+    is_undecided = RepositoryOutcome.objects.filter(pk=outcome_id, status__in=OUTCOME_UNFINISHED).exists()
+    return "" if is_undecided else codes.OUTCOME_DECIDED
+
+
 # --- admitting ------------------------------------------------------------------------------------------------------
+@retried
 def admit(provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
     """Reclaims lost leases and dispatches the next task, if a slot is free: one transaction under the provider's lock.
 
@@ -133,6 +151,7 @@ def admit(provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
         return _dispatch_next(cursor, provider, slots, order)
 
 
+@retried
 def settle_and_admit(task: Dispatched, slots: Slots, order: Order) -> tuple[bool, Dispatched | None]:
     """A reply came: the task is answered, its slot free, and the next task dispatched, in one transaction.
 
@@ -210,9 +229,10 @@ def _dispatch(cursor: CursorWrapper, task: Dispatched, slot: int | None) -> bool
     """Dispatches the picked task. False if it was removed since."""
     if task.outcome_id is not None:
         # The outcome before the task: the order in which an opening circuit locks them.
-        sql.execute(
-            cursor, sql.COUNT_DISPATCH, outcome=task.outcome_id, instant=f"{timezone.now():%Y-%m-%d %H:%M:%S.%f}"
-        )
+        instant = f"{timezone.now():%Y-%m-%d %H:%M:%S.%f}"
+        if sql.execute(cursor, sql.COUNT_DISPATCH, outcome=task.outcome_id, instant=instant) == 0:
+            # It was decided since.
+            return False
     if sql.execute(cursor, sql.DISPATCH, slot=slot, **_holder(task)) == 1:
         return True
     count_calls(task, -1)
@@ -227,6 +247,7 @@ def peek(provider_id: int, order: Order) -> int | None:
     return row[0] if row else None
 
 
+@retried
 def has_work(provider_id: int) -> bool:
     """Whether a task is queued, or a lost lease waits to be reclaimed."""
     with connection.cursor() as cursor:
@@ -234,6 +255,7 @@ def has_work(provider_id: int) -> bool:
         return cursor.fetchone() is not None
 
 
+@retried
 def wants_drain(provider_id: int) -> bool:
     """Whether a task is queued that could be admitted now, or a lost lease waits to be reclaimed: a drain is wanted."""
     with connection.cursor() as cursor:
@@ -243,11 +265,11 @@ def wants_drain(provider_id: int) -> bool:
 
 def providers_with_work() -> list[int]:
     """The providers at which a drain is wanted."""
-    unsettled = EmbeddingTask.objects.filter(Q(state__in=TASK_UNSETTLED) | Q(slot__isnull=False))
-    return [pk for pk in unsettled.values_list("provider", flat=True).distinct() if wants_drain(pk)]
+    return [pk for pk in Provider.objects.values_list("pk", flat=True).order_by("pk") if wants_drain(pk)]
 
 
 # --- the holder's transitions: each matches no row once its token is gone -----------------------------------------------
+@retried
 def is_held(task: Dispatched) -> bool:
     return EmbeddingTask.objects.filter(
         pk=task.id, dispatch_token=task.token, state__in=(TaskState.DISPATCHED, TaskState.ANSWERED)
@@ -260,22 +282,26 @@ def renew(task: Dispatched) -> bool:
         return sql.execute(cursor, sql.RENEW, **_holder(task)) == 1
 
 
+@retried
 def fail(task: Dispatched, code: str, detail: str) -> bool:
     """The task's final failure: settled, its slot free."""
     return _end(task, TaskState.FAILED, code, detail, ended_by="error")
 
 
+@retried
 def remove_held(task: Dispatched, reason: str, detail: str = "") -> bool:
     """The holder gives the task up for good: removed with its reason, its slot free."""
     return _end(task, TaskState.REMOVED, reason, detail, ended_by="cancel")
 
 
+@retried
 def release_slot(task: Dispatched) -> bool:
     """Frees the slot of a task that was removed while its call was out, now that the call has ended."""
     with connection.cursor() as cursor:
         return sql.execute(cursor, sql.RELEASE_SLOT, **_holder(task)) == 1
 
 
+@retried
 def settle(task: Dispatched) -> bool:
     """A reply came: the task is answered, its slot free, its lease renewed until it is stored. Admits nothing."""
     with connection.cursor() as cursor:
@@ -288,11 +314,13 @@ def mark_stored(task: Dispatched) -> bool:
         return sql.execute(cursor, sql.MARK_STORED, **_holder(task)) == 1
 
 
+@retried
 def was_removed(task: Dispatched) -> bool:
     """Whether the task was cancelled while its call was out."""
     return EmbeddingTask.objects.filter(pk=task.id, state=TaskState.REMOVED, dispatch_token=task.token).exists()
 
 
+@retried
 def count_calls(task: Dispatched, further: int) -> None:
     """Corrects the outcome's count of HTTP requests, one for each dispatch: more for retries, fewer if none left."""
     if further and task.outcome_id is not None:
@@ -305,6 +333,7 @@ def add_counts(outcome_id: int, **further: int) -> None:
     RepositoryOutcome.objects.filter(pk=outcome_id).update(**counts)
 
 
+@retried
 def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskState | None:
     """Returns the batch of a busy provider to the queue; the provider takes no batch for `retry_after_ms`.
 
@@ -314,22 +343,21 @@ def requeue_busy(task: Dispatched, retry_after_ms: int, detail: str) -> TaskStat
     with transaction.atomic(), connection.cursor() as cursor:
         _lock_provider(cursor, task.provider_id)
         sql.execute(cursor, sql.PROVIDER_BUSY, ahead_ms=retry_after_ms, provider=task.provider_id)
-        allowed = task.run_id is None or lock_run(task.run_id).dispatch_allowed
-        if not allowed:
-            return TaskState.REMOVED if remove_held(task, codes.DISPATCH_STOPPED) else None
-        row = EmbeddingTask.objects.get(pk=task.id)
-        busy_most = timedelta(milliseconds=settings.BUSY_TOTAL_MAX_MS)
-        is_over_time = row.busy_since is not None and timezone.now() - row.busy_since > busy_most
-        if is_over_time or row.busy_requeues >= settings.BUSY_REQUEUES_MAX:
+        if refused := refusal(task.run_id, task.outcome_id):
+            return TaskState.REMOVED if remove_held(task, refused) else None
+        too_often = Q(busy_requeues__gte=settings.BUSY_REQUEUES_MAX)
+        too_long = Q(busy_since__lt=Now() - timedelta(milliseconds=settings.BUSY_TOTAL_MAX_MS))
+        if EmbeddingTask.objects.filter(too_often | too_long, pk=task.id).exists():
             return TaskState.FAILED if fail(task, codes.PROVIDER_BUSY, detail) else None
         return TaskState.QUEUED if sql.execute(cursor, sql.REQUEUE_BUSY, **_holder(task)) == 1 else None
 
 
+@retried
 def give_back(task: Dispatched) -> bool:
     """Returns the task of a worker that shuts down, uncounted; where its run no longer dispatches, it is removed."""
     with transaction.atomic(), connection.cursor() as cursor:
-        if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:
-            return remove_held(task, codes.DISPATCH_STOPPED)
+        if refused := refusal(task.run_id, task.outcome_id):
+            return remove_held(task, refused)
         return sql.execute(cursor, sql.GIVE_BACK, **_holder(task)) == 1
 
 
@@ -347,16 +375,16 @@ def _reclaim(cursor: CursorWrapper, provider_id: int) -> None:
     sql.execute(cursor, sql.EXPIRE, provider=provider_id, reason=codes.EXPIRED)
     sql.execute(cursor, sql.FREE_ABANDONED_SLOTS, provider=provider_id)
     sql.execute(cursor, sql.LOST, provider=provider_id)
-    for task_id, run_id, losses in cursor.fetchall():
-        allowed = run_id is None or lock_run(run_id).dispatch_allowed
-        if not allowed:
-            sql.execute(cursor, sql.LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=codes.DISPATCH_STOPPED)
+    for task_id, run_id, outcome_id, losses in cursor.fetchall():
+        if refused := refusal(run_id, outcome_id):
+            sql.execute(cursor, sql.LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=refused)
         elif losses + 1 >= LOSSES_MAX:
             sql.execute(cursor, sql.LOSE_TO_END, task=task_id, state=TaskState.FAILED, code=codes.TASK_LOST)
         else:
             sql.execute(cursor, sql.LOSE_TO_QUEUE, task=task_id)
 
 
+@retried
 def reclaim(provider_id: int) -> None:
     """Reclaims the provider's lost leases without admitting anything."""
     with transaction.atomic(), connection.cursor() as cursor:
@@ -364,6 +392,7 @@ def reclaim(provider_id: int) -> None:
             _reclaim(cursor, provider_id)
 
 
+@retried
 def fail_queued(provider_id: int, code: str, detail: str) -> list[Dispatched]:
     """Fails every queued task of a provider whose configuration admits nothing; returns them."""
     with transaction.atomic(), connection.cursor() as cursor:
@@ -378,17 +407,38 @@ def fail_queued(provider_id: int, code: str, detail: str) -> list[Dispatched]:
     return failed
 
 
+@retried
+def remove_stranded() -> int:
+    """Removes queued tasks of decided outcomes, which nothing dispatches: rows bound to them would wait for ever.
+
+    No transition leaves such a task behind; this repairs rows that an earlier version did. Returns how many.
+    """
+    removed = 0
+    for run_id in set(stranded_tasks().values_list("run", flat=True)):
+        with transaction.atomic():
+            lock_run(run_id)
+            of_run = list(stranded_tasks().filter(run=run_id).values_list("pk", flat=True))
+            removed += remove_queued(codes.OUTCOME_DECIDED, pk__in=of_run)
+    return removed
+
+
+def stranded_tasks() -> QuerySet[EmbeddingTask]:
+    """Queued tasks of decided outcomes."""
+    queued = EmbeddingTask.objects.filter(state=TaskState.QUEUED, outcome__isnull=False)
+    return queued.exclude(outcome__status__in=OUTCOME_UNFINISHED)
+
+
 def remove_queued(reason: str, **where: Any) -> int:
     """Removes the queued tasks that match; the caller holds their run's lock. Returns how many."""
     return EmbeddingTask.objects.filter(state=TaskState.QUEUED, **where).update(
-        state=TaskState.REMOVED, error_code=reason, settled_at=timezone.now()
+        state=TaskState.REMOVED, error_code=reason, settled_at=Now()
     )
 
 
 def cancel_dispatched(reason: str, **where: Any) -> int:
     """Removes dispatched tasks for their callers; the slot stays taken until the call has ended, or its lease is lost."""
     return EmbeddingTask.objects.filter(state=TaskState.DISPATCHED, **where).update(
-        state=TaskState.REMOVED, error_code=reason, settled_at=timezone.now()
+        state=TaskState.REMOVED, error_code=reason, settled_at=Now()
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 from django.db import connection
 
-from embeddings.states import TaskPriority, TaskState
+from embeddings.states import OUTCOME_UNFINISHED, TaskPriority, TaskState
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
@@ -58,6 +58,7 @@ TASK = "embeddings_embeddingtask"
 QUEUED, DISPATCHED, ANSWERED, STORED, FAILED, REMOVED = (int(state) for state in TaskState)
 INTERACTIVE, BATCH = (int(priority) for priority in TaskPriority)
 AT_WORK = f"({DISPATCHED}, {ANSWERED})"
+UNDECIDED = "(" + ", ".join(f"'{status.value}'" for status in OUTCOME_UNFINISHED) + ")"
 HELD = f"WHERE id = %(task)s AND dispatch_token = %(token)s AND state IN {AT_WORK}"
 
 READ_STATE = """
@@ -65,7 +66,10 @@ SELECT is_paused, busy_until IS NOT NULL AND busy_until > {now}, overtaken_since
   overtaken_since IS NOT NULL, max_in_flight"""
 LOCK_PROVIDER = f"{READ_STATE} FROM embeddings_provider WHERE id = %(provider)s {{lock}}"
 LOCK_TO_ADMIT = f"{READ_STATE} {{relax}} FROM embeddings_provider WHERE id = %(provider)s {{lock}}"
-PROVIDER_BUSY = "UPDATE embeddings_provider SET busy_until = {ahead} WHERE id = %(provider)s"
+# The longest busy time wins: a later reply that asks for less does not shorten it.
+PROVIDER_BUSY = """
+UPDATE embeddings_provider SET busy_until = {ahead}
+WHERE id = %(provider)s AND (busy_until IS NULL OR busy_until < {ahead})"""
 TAKEN_SLOTS = f"SELECT slot FROM {TASK} WHERE provider_id = %(provider)s AND slot IS NOT NULL"
 PICK_ANY = f"""
 SELECT t.id, t.generation_id, t.priority, t.run_id, t.outcome_id, t.split_from_id FROM {TASK} t
@@ -75,7 +79,7 @@ LEFT JOIN embeddings_tenantrun r ON r.id = t.run_id
 LEFT JOIN embeddings_repositoryoutcome o ON o.id = t.outcome_id
 WHERE t.provider_id = %(provider)s AND t.state = {QUEUED} AND t.priority <= %(priority_most)s
   AND (t.expires_at IS NULL OR t.expires_at > {{now}})
-  AND (t.run_id IS NULL OR (r.dispatch_allowed AND g.model = p.embedding_model))
+  AND (t.run_id IS NULL OR (r.dispatch_allowed AND o.status IN {UNDECIDED} AND g.model = p.embedding_model))
 ORDER BY """
 BY_ORDER = {"fair": "o.last_dispatched_at ASC NULLS FIRST, t.id", "fifo": "t.id"}
 PICK = {
@@ -87,9 +91,9 @@ DISPATCH = f"""
 UPDATE {TASK} SET state = {DISPATCHED}, slot = %(slot)s, dispatch_token = %(token)s, lease_expires_at = {{lease}},
   dispatched_at = {{now}}, attempts = attempts + 1, call_ended_at = NULL, call_ended_by = ''
 WHERE id = %(task)s AND state = {QUEUED}"""
-COUNT_DISPATCH = """
-UPDATE embeddings_repositoryoutcome SET last_dispatched_at = {instant}, provider_calls = provider_calls + 1
-WHERE id = %(outcome)s"""
+COUNT_DISPATCH = f"""
+UPDATE embeddings_repositoryoutcome SET last_dispatched_at = {{instant}}, provider_calls = provider_calls + 1
+WHERE id = %(outcome)s AND status IN {UNDECIDED}"""
 OVERTAKING = f"""
 UPDATE embeddings_provider SET overtaken_since = CASE
   WHEN EXISTS (SELECT 1 FROM {TASK} t WHERE t.provider_id = %(provider)s AND t.state = {QUEUED} AND t.priority = {BATCH})
@@ -139,9 +143,9 @@ UPDATE {TASK} SET state = {REMOVED}, error_code = %(reason)s, settled_at = {{now
 WHERE provider_id = %(provider)s AND state = {QUEUED} AND expires_at IS NOT NULL AND expires_at <= {{now}}"""
 FREE_ABANDONED_SLOTS = f"""
 UPDATE {TASK} SET slot = NULL, call_ended_at = {{now}}, call_ended_by = 'lost'
-WHERE provider_id = %(provider)s AND slot IS NOT NULL AND state > {ANSWERED} AND lease_expires_at < {{now}}"""
+WHERE provider_id = %(provider)s AND slot IS NOT NULL AND +state > {ANSWERED} AND lease_expires_at < {{now}}"""
 LOST = f"""
-SELECT id, run_id, losses FROM {TASK}
+SELECT id, run_id, outcome_id, losses FROM {TASK}
 WHERE provider_id = %(provider)s AND state IN {AT_WORK} AND lease_expires_at < {{now}} ORDER BY id"""
 LOSE = f"state IN {AT_WORK} AND lease_expires_at < {{now}}"
 LOSE_TO_QUEUE = f"""

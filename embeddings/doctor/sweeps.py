@@ -8,6 +8,7 @@ from typing import Any
 
 from django.utils import timezone
 
+from embeddings.dispatch import task_queue
 from embeddings.doctor.findings import Check, Finding, ok, warning
 from embeddings.models import Repository, TenantRun
 from embeddings.reports import facts, overview, run_facts
@@ -27,6 +28,9 @@ def _runs() -> Iterable[Finding]:
         yield warning(f"run {run_facts.short_id(run)}", detail, "manage.py sweep ends it, and goes on from its rows")
     alive = TenantRun.objects.filter(status__in=RUN_UNFINISHED).count() - len(abandoned)
     yield ok("runs", f"{alive} at work")
+    if stranded := task_queue.stranded_tasks().count():
+        detail = f"{stranded} queued for an outcome that is decided: nothing dispatches them"
+        yield warning("embedding tasks", detail, f"the next sweep removes them, and so does beat: {START_BEAT}")
 
 
 def _repositories() -> Iterable[Finding]:

@@ -9,7 +9,7 @@ import logging
 from functools import partial
 
 from django.db import transaction
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings import codes
 from embeddings.dispatch import task_queue
@@ -53,7 +53,7 @@ def _open(task: Dispatched, error: BaseException) -> None:
         )
         opened = RunCircuit.objects.filter(run=task.run_id, state=CircuitState.CLOSED).update(
             state=CircuitState.OPEN,
-            opened_at=timezone.now(),
+            opened_at=Now(),
             reason_code=codes.CIRCUIT_OPEN,
             source_error_code=source_code[:64],
             opened_by=str(RepositoryOutcome.objects.get(pk=task.of_outcome)),

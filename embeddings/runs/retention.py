@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from django.conf import settings
 from django.db.models import Q
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.knowledge import store
 from embeddings.knowledge.source import remove_mirror
@@ -22,7 +22,7 @@ INTERACTIVE_KEPT = timedelta(hours=1)
 
 def purge() -> None:
     """One round; each part is bounded, and the next round goes on."""
-    old = timezone.now() - timedelta(days=settings.RETENTION_DAYS)
+    old = Now() - timedelta(days=settings.RETENTION_DAYS)
     purge_tasks(old)
     purge_runs(old)
     for repository in Repository.objects.exclude(removed_at=None):
@@ -31,7 +31,7 @@ def purge() -> None:
 
 def purge_tasks(old: object) -> int:
     """Deletes settled tasks past their retention, interactive ones within the hour. Returns how many."""
-    interactive = Q(priority=TaskPriority.INTERACTIVE, settled_at__lt=timezone.now() - INTERACTIVE_KEPT)
+    interactive = Q(priority=TaskPriority.INTERACTIVE, settled_at__lt=Now() - INTERACTIVE_KEPT)
     settled = EmbeddingTask.objects.filter(Q(settled_at__lt=old) | interactive, slot=None)
     gone = 0
     while gone < _TASKS_MAX and (some := list(settled.values_list("pk", flat=True)[:_BATCH])):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from django.db.models import Q, QuerySet
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.models import Provider, Repository, TenantRun
 from embeddings.runs import orphaned_runs, sweep
@@ -29,7 +29,7 @@ def due_repositories(provider: Provider) -> QuerySet[Repository]:
     """Enabled repositories of active tenants on this provider that are due, or were never swept."""
     return (
         sweepable()
-        .filter(Q(next_due_at=None) | Q(next_due_at__lte=timezone.now()), tenant__embedding_provider=provider)
+        .filter(Q(next_due_at=None) | Q(next_due_at__lte=Now()), tenant__embedding_provider=provider)
         .order_by("next_due_at", "pk")
     )
 

@@ -23,6 +23,7 @@ from embeddings.models import Provider, Repository, RepositoryOutcome, TenantRun
 from embeddings.runs import circuit, orphaned_runs, progress, scan, totals, transitions
 from embeddings.runs.transitions import ScanClaim
 from embeddings.runtime import leases, shutdown, wake_ups
+from embeddings.runtime.retry import DATABASE_AWAY
 from embeddings.states import OUTCOME_ACTIVE, OUTCOME_UNFINISHED, RUN_UNFINISHED, OutcomeStatus, RunTrigger
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def start(
         if not provider.embedding_model:
             raise UsageError(f"provider {provider} has no embedding model: set one with `provider set`")
         by_provider[provider].append(repository)
+    task_queue.remove_stranded()
     for run_id in orphaned_runs.runs_holding(repositories):
         orphaned_runs.interrupt(run_id)
         advance(run_id)
@@ -92,6 +94,10 @@ def _scan(claim: ScanClaim) -> None:
         is_permanent = isinstance(error, SourceRefused | RevisionMissing) and not isinstance(error, SourceEmpty)
         status = OutcomeStatus.FAILED if is_permanent else OutcomeStatus.DEFERRED
         transitions.decide_scan(claim, status, error.code, str(error))
+    except DATABASE_AWAY:
+        # Not the repository's fault: the scan is started again, and ends as interrupted after the third loss.
+        logger.exception("scan of outcome %s lost its database", claim.outcome_id)
+        transitions.lose_scan(claim)
     except Exception as error:
         # A repository may hold anything: whatever its scan raises fails this outcome alone.
         logger.exception("scan of outcome %s failed", claim.outcome_id)

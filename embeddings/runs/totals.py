@@ -6,11 +6,11 @@ It follows outside the decision's transaction: one that opens a circuit decides 
 from __future__ import annotations
 
 import hashlib
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from django.db import transaction
 from django.db.models import Count, Q
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.knowledge import store
 from embeddings.models import FileVersion, KnowledgeRow, Repository, RepositoryOutcome, TenantRun
@@ -41,7 +41,10 @@ def record(outcome: RepositoryOutcome) -> None:
         recorded = RepositoryOutcome.objects.filter(pk=outcome.pk, is_recorded=False).update(is_recorded=True, **totals)
         if not recorded or outcome.status == OutcomeStatus.SKIPPED:
             return
-        changes = {"consecutive_failures": failures, "next_due_at": next_due(repository, failures, timezone.now())}
+        changes: dict[str, object] = {
+            "consecutive_failures": failures,
+            "next_due_at": Now() + due_in(repository, failures),
+        }
         if outcome.status in _SUCCESS:
             changes["indexed_revision"] = outcome.revision
         Repository.objects.filter(pk=repository.pk).update(**changes)
@@ -52,8 +55,8 @@ def recount(outcome: RepositoryOutcome) -> None:
     RepositoryOutcome.objects.filter(pk=outcome.pk, is_recorded=True).update(**_totals(outcome))
 
 
-def next_due(repository: Repository, failures: int, now: datetime) -> datetime:
-    """When the schedule takes the repository again: after its cadence, doubled by each failure, plus up to a tenth.
+def due_in(repository: Repository, failures: int) -> timedelta:
+    """After how long the schedule takes the repository again: its cadence, doubled by each failure, plus up to a tenth.
 
     The addition is the same each time for one repository, and spreads the repositories of one cadence.
     """
@@ -61,7 +64,7 @@ def next_due(repository: Repository, failures: int, now: datetime) -> datetime:
     if failures:
         cadence = max(cadence, min(cadence * 2 ** min(failures, 10), BACKOFF_MAX))
     digest = hashlib.blake2b(f"repository {repository.pk}".encode(), digest_size=2).digest()
-    return now + cadence * (1 + int.from_bytes(digest) / 65535 / 10)
+    return cadence * (1 + int.from_bytes(digest) / 65535 / 10)
 
 
 def _totals(outcome: RepositoryOutcome) -> dict[str, object]:

@@ -14,8 +14,8 @@ from datetime import timedelta
 from django.conf import settings
 from django.db import IntegrityError, connection, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
-from django.db.models.functions import Now
-from django.utils import timezone
+from django.db.models.expressions import CombinedExpression
+from django.db.models.functions import Coalesce, Now
 
 from embeddings import codes
 from embeddings.dispatch import task_queue
@@ -28,6 +28,7 @@ from embeddings.models import (
     RunCircuit,
     TenantRun,
 )
+from embeddings.runtime.retry import retried
 from embeddings.states import (
     OUTCOME_ACTIVE,
     OUTCOME_UNFINISHED,
@@ -50,8 +51,13 @@ def create_run(
     generation, _ = EmbeddingGeneration.objects.get_or_create(provider=provider, model=provider.embedding_model)
     with transaction.atomic():
         run = TenantRun.objects.create(
-            provider=provider, generation=generation, trigger=trigger, concurrency=concurrency
+            provider=provider,
+            generation=generation,
+            trigger=trigger,
+            concurrency=concurrency,
+            alive_until=_a_lease_from_now(),
         )
+        run.refresh_from_db()
         RunCircuit.objects.create(run=run)
         # In one order: on PostgreSQL, two starts over the same repositories wait for each other's outcomes.
         for repository in sorted(repositories, key=lambda one: one.pk):
@@ -72,7 +78,7 @@ def _create_outcome(run: TenantRun, repository: Repository) -> None:
             status=OutcomeStatus.SKIPPED,
             error_code=codes.REPOSITORY_BUSY,
             error_detail="another run is at work on this repository",
-            finished_at=timezone.now(),
+            finished_at=Now(),
             **names,
         )
 
@@ -95,16 +101,14 @@ def stop_dispatch(run_id: int, status: OutcomeStatus, code: str) -> None:
     out = EmbeddingTask.objects.filter(outcome=OuterRef("pk"), state__in=(TaskState.DISPATCHED, TaskState.ANSWERED))
     idle = Q(status=OutcomeStatus.PENDING) | Q(status=OutcomeStatus.EMBEDDING) & ~Exists(out)
     # Outcomes before tasks: the order of locks.
-    RepositoryOutcome.objects.filter(idle, run=run_id).update(
-        status=status, error_code=code, finished_at=timezone.now()
-    )
+    RepositoryOutcome.objects.filter(idle, run=run_id).update(status=status, error_code=code, finished_at=Now())
     task_queue.remove_queued(code, run=run_id)
 
 
 def cancel_run(run: TenantRun) -> None:
     """Cancels the run and every outcome that is not decided. The caller holds the provider's lock and the run's."""
     TenantRun.objects.filter(pk=run.pk, cancel_requested_at=None, status__in=RUN_UNFINISHED).update(
-        cancel_requested_at=timezone.now(), dispatch_allowed=False
+        cancel_requested_at=Now(), dispatch_allowed=False
     )
     for outcome_id in run.outcomes.filter(status__in=OUTCOME_UNFINISHED).values_list("pk", flat=True):
         cancel(outcome_id)
@@ -124,12 +128,14 @@ def finish_run(run: TenantRun) -> None:
         task_queue.lock_run(run.pk)
         # One that was decided a moment ago is not recorded yet: its decider advances the run again.
         if not run.outcomes.filter(is_recorded=False).exists():
+            # There is none: deciding removes an outcome's. Held here too, since nothing would ever dispatch it.
+            task_queue.remove_queued(codes.OUTCOME_DECIDED, run=run.pk)
             run.refresh_from_db()
             statuses = set(run.outcomes.values_list("status", flat=True))
             TenantRun.objects.filter(pk=run.pk, status__in=RUN_UNFINISHED).update(
                 status=run_status(statuses, was_cancelled=run.cancel_requested_at is not None),
                 dispatch_allowed=False,
-                finished_at=timezone.now(),
+                finished_at=Now(),
             )
     run.refresh_from_db()
 
@@ -184,11 +190,9 @@ def claim_scan(run_id: int) -> ScanClaim | None:
             status=OutcomeStatus.SCANNING,
             scan_token=claim.token,
             scan_lease_expires_at=_a_lease_from_now(),
-            started_at=outcome.started_at or timezone.now(),
+            started_at=Coalesce("started_at", Now()),
         )
-        TenantRun.objects.filter(pk=run_id, status=RunStatus.QUEUED).update(
-            status=RunStatus.RUNNING, started_at=timezone.now()
-        )
+        TenantRun.objects.filter(pk=run_id, status=RunStatus.QUEUED).update(status=RunStatus.RUNNING, started_at=Now())
     return claim
 
 
@@ -197,11 +201,19 @@ def renew_scan(claim: ScanClaim) -> bool:
     return claim.held.update(scan_lease_expires_at=_a_lease_from_now()) == 1
 
 
+@retried
 def return_scan(claim: ScanClaim) -> None:
     """Returns a scan that a shutdown ended, uncounted; a lost claim changes nothing."""
     claim.held.update(status=OutcomeStatus.PENDING, scan_token="")
 
 
+@retried
+def lose_scan(claim: ScanClaim) -> None:
+    """Gives up a scan that its database left alone: the next `advance` reclaims it as a lost one."""
+    claim.held.update(scan_lease_expires_at=Now() - timedelta(seconds=1))
+
+
+@retried
 def decide_scan(claim: ScanClaim, status: OutcomeStatus, code: str = "", detail: str = "") -> None:
     """Decides an outcome whose scan ended it; a lost claim changes nothing."""
     with transaction.atomic():
@@ -210,6 +222,7 @@ def decide_scan(claim: ScanClaim, status: OutcomeStatus, code: str = "", detail:
             decide(claim.outcome_id, status, code=code, detail=detail, expected=(OutcomeStatus.SCANNING,))
 
 
+@retried
 def end_scan(claim: ScanClaim, *, needs_embedding: bool, **facts: object) -> bool:
     """Writes what the scan found; the outcome goes on to embedding, or is unchanged. False if the claim is lost."""
     with transaction.atomic():
@@ -237,7 +250,7 @@ def reclaim_scans(run: TenantRun) -> None:
                 decide(outcome.pk, status, code=code)
 
 
-def _a_lease_from_now() -> object:
+def _a_lease_from_now() -> CombinedExpression:
     return Now() + timedelta(milliseconds=settings.LEASE_MS)
 
 
@@ -260,7 +273,7 @@ def decide(
         error_code=code,
         source_error_code=source_code[:64],
         error_detail=detail[:1000],
-        finished_at=timezone.now(),
+        finished_at=Now(),
     )
     if decided:
         task_queue.remove_queued(code or codes.OUTCOME_DECIDED, outcome=outcome_id)

@@ -344,8 +344,7 @@ class TestCapTwo:
         assert stored(two.other) == 0
 
     def test_twin_a_requeue_that_ignores_the_run_comes_back(self, two, monkeypatch) -> None:
-        real = task_queue.lock_run
-        monkeypatch.setattr(task_queue, "lock_run", lambda run_id: replace(real(run_id), dispatch_allowed=True))
+        monkeypatch.setattr(task_queue, "refusal", lambda run_id, outcome_id: "")
         two.site.server.when(containing("beta"), gated(two.gate, status(429)), times=1)
         two.drain_too()
         two.gate.wait_arrived()

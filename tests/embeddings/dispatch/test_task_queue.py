@@ -72,6 +72,7 @@ class TestPutting:
 
     def test_an_interactive_text_expires(self, run):
         task = task_queue.put_interactive(run.provider, run.generation, ["a", "b"], 60_000)
+        task.refresh_from_db()
         assert (task.priority, task.texts, task.text_count) == (TaskPriority.INTERACTIVE, ["a", "b"], 2)
         assert 50 < left_for(task.expires_at) <= 60
 
