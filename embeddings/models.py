@@ -291,7 +291,12 @@ class EmbeddingTask(models.Model):
             models.UniqueConstraint(fields=["provider", "slot"], name="one_task_per_slot")
         ]
         indexes = [
-            models.Index(fields=["provider", "state", "priority", "id"], name="task_next"),
+            # Partial: what is unsettled, or has a slot, is little, however long the history of settled tasks is.
+            models.Index(
+                fields=["provider", "state", "priority", "id"], condition=Q(settled_at=None), name="task_unsettled"
+            ),
+            models.Index(fields=["provider", "slot"], condition=Q(slot__isnull=False), name="task_with_slot"),
+            models.Index(fields=["priority", "settled_at"], condition=Q(settled_at__isnull=False), name="task_settled"),
             models.Index(fields=["outcome", "state"], name="task_of_outcome"),
         ]
 

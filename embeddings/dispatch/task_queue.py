@@ -375,7 +375,8 @@ def _reclaim(cursor: CursorWrapper, provider_id: int) -> None:
     sql.execute(cursor, sql.EXPIRE, provider=provider_id, reason=codes.EXPIRED)
     sql.execute(cursor, sql.FREE_ABANDONED_SLOTS, provider=provider_id)
     sql.execute(cursor, sql.LOST, provider=provider_id)
-    for task_id, run_id, outcome_id, losses in cursor.fetchall():
+    # In one order: runs are locked.
+    for task_id, run_id, outcome_id, losses in sorted(cursor.fetchall()):
         if refused := refusal(run_id, outcome_id):
             sql.execute(cursor, sql.LOSE_TO_END, task=task_id, state=TaskState.REMOVED, code=refused)
         elif losses + 1 >= LOSSES_MAX:
@@ -397,7 +398,9 @@ def fail_queued(provider_id: int, code: str, detail: str) -> list[Dispatched]:
     """Fails every queued task of a provider whose configuration admits nothing; returns them."""
     with transaction.atomic(), connection.cursor() as cursor:
         _lock_provider(cursor, provider_id)
-        queued = list(EmbeddingTask.objects.filter(provider=provider_id, state=TaskState.QUEUED).order_by("pk"))
+        queued = list(
+            EmbeddingTask.objects.filter(provider=provider_id, settled_at=None, state=TaskState.QUEUED).order_by("pk")
+        )
         failed = []
         for row in queued:
             if sql.execute(cursor, sql.FAIL_QUEUED, task=row.pk, code=code, detail=detail[:1000]) == 1:
@@ -424,7 +427,7 @@ def remove_stranded() -> int:
 
 def stranded_tasks() -> QuerySet[EmbeddingTask]:
     """Queued tasks of decided outcomes."""
-    queued = EmbeddingTask.objects.filter(state=TaskState.QUEUED, outcome__isnull=False)
+    queued = EmbeddingTask.objects.filter(settled_at=None, state=TaskState.QUEUED, outcome__isnull=False)
     return queued.exclude(outcome__status__in=OUTCOME_UNFINISHED)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 from django.db import connection
 
+from embeddings.runtime.clock import postgresql_lease_expiry
 from embeddings.states import OUTCOME_UNFINISHED, TaskPriority, TaskState
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def _filled(statement: str, vendor: str, ahead_ms: int, lease_ms: int, overtaken
     return statement.format(
         now=now(),
         ahead=now(ahead_ms),
+        expiry=postgresql_lease_expiry() if vendor == "postgresql" else now(),
         lease=now(lease_ms),
         overtaken=now(overtaken_ms),
         lock=lock(),
@@ -77,7 +79,7 @@ JOIN embeddings_embeddinggeneration g ON g.id = t.generation_id
 JOIN embeddings_provider p ON p.id = t.provider_id
 LEFT JOIN embeddings_tenantrun r ON r.id = t.run_id
 LEFT JOIN embeddings_repositoryoutcome o ON o.id = t.outcome_id
-WHERE t.provider_id = %(provider)s AND t.state = {QUEUED} AND t.priority <= %(priority_most)s
+WHERE t.provider_id = %(provider)s AND t.settled_at IS NULL AND t.state = {QUEUED} AND t.priority <= %(priority_most)s
   AND (t.expires_at IS NULL OR t.expires_at > {{now}})
   AND (t.run_id IS NULL OR (r.dispatch_allowed AND o.status IN {UNDECIDED} AND g.model = p.embedding_model))
 ORDER BY """
@@ -96,20 +98,24 @@ UPDATE embeddings_repositoryoutcome SET last_dispatched_at = {{instant}}, provid
 WHERE id = %(outcome)s AND status IN {UNDECIDED}"""
 OVERTAKING = f"""
 UPDATE embeddings_provider SET overtaken_since = CASE
-  WHEN EXISTS (SELECT 1 FROM {TASK} t WHERE t.provider_id = %(provider)s AND t.state = {QUEUED} AND t.priority = {BATCH})
+  WHEN EXISTS (SELECT 1 FROM {TASK} t WHERE t.provider_id = %(provider)s
+    AND t.settled_at IS NULL AND t.state = {QUEUED} AND t.priority = {BATCH})
   THEN COALESCE(overtaken_since, {{now}}) END WHERE id = %(provider)s"""
 NOT_OVERTAKEN = """
 UPDATE embeddings_provider SET overtaken_since = NULL WHERE id = %(provider)s AND overtaken_since IS NOT NULL"""
-# A condition for each index: a single one over all tasks of a provider would read its whole history.
-HAS_LOST = f"""(EXISTS (SELECT 1 FROM {TASK} l WHERE l.provider_id = %(provider)s AND l.state IN {AT_WORK}
-    AND l.lease_expires_at < {{now}})
+# A condition for each partial index: a single one over all tasks of a provider would read its whole history.
+HAS_LOST = f"""(EXISTS (SELECT 1 FROM {TASK} l WHERE l.provider_id = %(provider)s AND l.settled_at IS NULL
+    AND l.state IN {AT_WORK}
+    AND l.lease_expires_at < {{expiry}})
   OR EXISTS (SELECT 1 FROM {TASK} l WHERE l.provider_id = %(provider)s AND l.slot IS NOT NULL
-    AND l.lease_expires_at < {{now}}))"""
+    AND l.lease_expires_at < {{expiry}}))"""
 HAS_WORK = f"""
-SELECT 1 WHERE {HAS_LOST} OR EXISTS (SELECT 1 FROM {TASK} q WHERE q.provider_id = %(provider)s AND q.state = {QUEUED})"""
+SELECT 1 WHERE {HAS_LOST} OR EXISTS (SELECT 1 FROM {TASK} q WHERE q.provider_id = %(provider)s AND q.settled_at IS NULL
+    AND q.state = {QUEUED})"""
 WANTS_DRAIN = f"""
 SELECT 1 FROM embeddings_provider p WHERE p.id = %(provider)s AND ({HAS_LOST}
-  OR (NOT p.is_paused AND EXISTS (SELECT 1 FROM {TASK} q WHERE q.provider_id = %(provider)s AND q.state = {QUEUED}
+  OR (NOT p.is_paused AND EXISTS (SELECT 1 FROM {TASK} q WHERE q.provider_id = %(provider)s AND q.settled_at IS NULL
+    AND q.state = {QUEUED}
       AND (q.priority = {INTERACTIVE} OR p.busy_until IS NULL OR p.busy_until <= {{now}}))
     AND (p.max_in_flight < 1
       OR (SELECT COUNT(*) FROM {TASK} s WHERE s.provider_id = %(provider)s AND s.slot IS NOT NULL) < p.max_in_flight)))"""
@@ -140,14 +146,15 @@ UPDATE {TASK} SET state = {QUEUED}, slot = NULL, dispatch_token = '', attempts =
   call_ended_by = 'shutdown' {HELD}"""
 EXPIRE = f"""
 UPDATE {TASK} SET state = {REMOVED}, error_code = %(reason)s, settled_at = {{now}}
-WHERE provider_id = %(provider)s AND state = {QUEUED} AND expires_at IS NOT NULL AND expires_at <= {{now}}"""
+WHERE provider_id = %(provider)s AND settled_at IS NULL AND state = {QUEUED} AND expires_at IS NOT NULL
+  AND expires_at <= {{now}}"""
 FREE_ABANDONED_SLOTS = f"""
 UPDATE {TASK} SET slot = NULL, call_ended_at = {{now}}, call_ended_by = 'lost'
-WHERE provider_id = %(provider)s AND slot IS NOT NULL AND +state > {ANSWERED} AND lease_expires_at < {{now}}"""
+WHERE provider_id = %(provider)s AND slot IS NOT NULL AND state > {ANSWERED} AND lease_expires_at < {{expiry}}"""
 LOST = f"""
 SELECT id, run_id, outcome_id, losses FROM {TASK}
-WHERE provider_id = %(provider)s AND state IN {AT_WORK} AND lease_expires_at < {{now}} ORDER BY id"""
-LOSE = f"state IN {AT_WORK} AND lease_expires_at < {{now}}"
+WHERE provider_id = %(provider)s AND settled_at IS NULL AND state IN {AT_WORK} AND lease_expires_at < {{expiry}}"""
+LOSE = f"state IN {AT_WORK} AND lease_expires_at < {{expiry}}"
 LOSE_TO_QUEUE = f"""
 UPDATE {TASK} SET state = {QUEUED}, slot = NULL, dispatch_token = '', losses = losses + 1, call_ended_at = {{now}},
   call_ended_by = 'lost' WHERE id = %(task)s AND {LOSE}"""

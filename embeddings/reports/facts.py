@@ -39,13 +39,17 @@ def providers() -> QuerySet[Provider]:
 
 def _task_count(state: TaskState) -> Coalesce:
     """A provider's tasks in this state; settled ones, which are many, are not looked at."""
-    tasks = EmbeddingTask.objects.filter(provider=OuterRef("pk"), state=state).order_by().values("provider")
+    tasks = (
+        EmbeddingTask.objects.filter(provider=OuterRef("pk"), settled_at=None, state=state)
+        .order_by()
+        .values("provider")
+    )
     return Coalesce(Subquery(tasks.annotate(count=Count("pk")).values("count")), 0)
 
 
 def tasks_in(state: TaskState) -> dict[tuple[int, int], tuple[int, datetime]]:
     """By provider and priority: how many embedding tasks are in this state, and since when the oldest was queued."""
-    rows = EmbeddingTask.objects.filter(state=state).order_by().values_list("provider", "priority")
+    rows = EmbeddingTask.objects.filter(settled_at=None, state=state).order_by().values_list("provider", "priority")
     return {
         (provider, priority): (number, oldest)
         for provider, priority, number, oldest in rows.annotate(Count("pk"), Min("queued_at"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from embeddings.dispatch import task_queue
 from embeddings.models import TenantRun
 from embeddings.runs import sweep
 from embeddings.runtime import shutdown, wake_ups
-from embeddings.runtime.retry import retry_on_database_error
+from embeddings.runtime.retry import DATABASE_AWAY, retried, retry_on_database_error
 from embeddings.states import RUN_UNFINISHED
 
 # How long work must lie undone beside a free slot before the follower steps in: a worker may be on its way to it.
@@ -34,18 +35,24 @@ def follow(
 ) -> list[TenantRun]:
     """Follows the runs until each is finished, calling `on_progress` with their rows; returns them as they ended.
 
-    Interrupted (KeyboardInterrupt), it gives back what it had dispatched and leaves the runs as they are.
+    A database that is away for a moment costs time alone. Interrupted (KeyboardInterrupt), it gives back
+    what it had dispatched and leaves the runs as they are.
     """
     run_ids = [run.pk for run in runs]
     with _StepIn() as step_in:
         while True:
-            current = list(TenantRun.objects.filter(pk__in=run_ids).select_related("circuit", "provider"))
-            on_progress(current)
+            current = _rows(run_ids)
+            retry_on_database_error(partial(on_progress, current))
             unfinished = [run for run in current if run.status in RUN_UNFINISHED]
             if not unfinished:
                 return current
             step_in.poll(unfinished)
             step_in.pause(poll_s)
+
+
+@retried
+def _rows(run_ids: Sequence[int]) -> list[TenantRun]:
+    return list(TenantRun.objects.filter(pk__in=run_ids).select_related("circuit", "provider"))
 
 
 class _StepIn:
@@ -80,7 +87,7 @@ class _StepIn:
             for run in unfinished:
                 retry_on_database_error(partial(sweep.advance, run.pk, heartbeat=True))
         for run in unfinished:
-            if self._is_due(("scan", run.pk), sweep.is_claimable(run)):
+            if self._is_due(("scan", run.pk), retry_on_database_error(partial(sweep.is_claimable, run))):
                 self._start(("scan", run.pk), partial(self._scan, run.pk))
         for provider_id in {run.provider_id for run in unfinished}:
             if self._is_due(("drain", provider_id), task_queue.wants_drain(provider_id)):
@@ -94,11 +101,15 @@ class _StepIn:
         return time.monotonic() - self._idle_since.setdefault(work, time.monotonic()) >= self._step_in_after_s
 
     def _start(self, work: Work, carry_out: Callable[[], None], at_most: int = 1) -> None:
-        """Starts the work unless `at_most` threads are at it already. Raises what an ended one raised."""
+        """Starts the work unless `at_most` threads are at it already.
+
+        Raises what an ended one raised, except where it lost its database: that is started again.
+        """
         at_work = self._at_work.setdefault(work, [])
         for ended in [future for future in at_work if future.done()]:
             at_work.remove(ended)
-            ended.result()
+            with contextlib.suppress(*DATABASE_AWAY):
+                ended.result()
         if len(at_work) < at_most:
             started = self._pool.submit(carry_out)
             started.add_done_callback(lambda _: self._has_ended_work.set())

@@ -13,11 +13,11 @@ from datetime import datetime
 from django.conf import settings
 from django.db import transaction
 from django.db.models import Max, Q, QuerySet
-from django.db.models.functions import Now
 
 from embeddings.dispatch import task_queue
 from embeddings.models import EmbeddingTask, Repository, RepositoryOutcome, TenantRun
 from embeddings.runs import transitions
+from embeddings.runtime.clock import LeaseExpiry
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED, OutcomeStatus
 
 _POLL_S = 0.2
@@ -37,7 +37,9 @@ def interrupt(run_id: int) -> bool:
 
 def orphaned_runs() -> list[TenantRun]:
     """The unfinished runs that no process attends to, newest first."""
-    unattended = TenantRun.objects.filter(status__in=RUN_UNFINISHED, alive_until__lt=Now()).select_related("provider")
+    unattended = TenantRun.objects.filter(status__in=RUN_UNFINISHED, alive_until__lt=LeaseExpiry()).select_related(
+        "provider"
+    )
     return [run for run in unattended if _is_orphaned(run.pk)]
 
 
@@ -70,11 +72,11 @@ def wait_for_heartbeats(repositories: Sequence[Repository], on_wait: Callable[[]
 
 
 def _is_orphaned(run_id: int) -> bool:
-    unattended = TenantRun.objects.filter(pk=run_id, status__in=RUN_UNFINISHED, alive_until__lt=Now())
+    unattended = TenantRun.objects.filter(pk=run_id, status__in=RUN_UNFINISHED, alive_until__lt=LeaseExpiry())
     return (
         unattended.exists()
-        and not _tasks(run_id).filter(lease_expires_at__gte=Now()).exists()
-        and not _scans(run_id).filter(scan_lease_expires_at__gte=Now()).exists()
+        and not _tasks(run_id).filter(lease_expires_at__gte=LeaseExpiry()).exists()
+        and not _scans(run_id).filter(scan_lease_expires_at__gte=LeaseExpiry()).exists()
     )
 
 

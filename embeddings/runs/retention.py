@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 from django.conf import settings
-from django.db.models import Q
 from django.db.models.functions import Now
 
 from embeddings.knowledge import store
@@ -31,11 +30,17 @@ def purge() -> None:
 
 def purge_tasks(old: object) -> int:
     """Deletes settled tasks past their retention, interactive ones within the hour. Returns how many."""
-    interactive = Q(priority=TaskPriority.INTERACTIVE, settled_at__lt=Now() - INTERACTIVE_KEPT)
-    settled = EmbeddingTask.objects.filter(Q(settled_at__lt=old) | interactive, slot=None)
     gone = 0
-    while gone < _TASKS_MAX and (some := list(settled.values_list("pk", flat=True)[:_BATCH])):
-        gone += EmbeddingTask.objects.filter(pk__in=some).delete()[0]
+    rules = (
+        (TaskPriority.BATCH, old),
+        (TaskPriority.INTERACTIVE, old),
+        (TaskPriority.INTERACTIVE, Now() - INTERACTIVE_KEPT),
+    )
+    for priority, before in rules:
+        settled = EmbeddingTask.objects.filter(priority=priority, settled_at__lt=before, slot=None)
+        oldest = settled.order_by("settled_at").values_list("pk", flat=True)
+        while gone < _TASKS_MAX and (some := list(oldest[:_BATCH])):
+            gone += EmbeddingTask.objects.filter(pk__in=some).delete()[0]
     return gone
 
 

@@ -28,6 +28,7 @@ from embeddings.models import (
     RunCircuit,
     TenantRun,
 )
+from embeddings.runtime.clock import LeaseExpiry
 from embeddings.runtime.retry import retried
 from embeddings.states import (
     OUTCOME_ACTIVE,
@@ -238,7 +239,9 @@ def end_scan(claim: ScanClaim, *, needs_embedding: bool, **facts: object) -> boo
 
 def reclaim_scans(run: TenantRun) -> None:
     """Returns scans whose lease was lost to pending; the third loss interrupts, and a run that stopped decides them."""
-    lost = RepositoryOutcome.objects.filter(run=run, status=OutcomeStatus.SCANNING, scan_lease_expires_at__lt=Now())
+    lost = RepositoryOutcome.objects.filter(
+        run=run, status=OutcomeStatus.SCANNING, scan_lease_expires_at__lt=LeaseExpiry()
+    )
     for outcome in lost:
         with transaction.atomic():
             is_allowed = task_queue.lock_run(run.pk).dispatch_allowed

@@ -21,6 +21,7 @@ from embeddings.reports import run_facts
 from embeddings.reports.report import report
 from embeddings.runs import orphaned_runs, sweep
 from embeddings.runs.follow import follow
+from embeddings.runtime.retry import retry_on_database_error
 from embeddings.states import RunTrigger
 
 
@@ -54,8 +55,7 @@ class Command(SluicegateCommand):
             self._say_started(runs, as_json=options["json"])
             return
         was_interrupted = self._follow(runs)
-        ended = list(run_facts.runs().filter(pk__in=[run.pk for run in runs]).order_by("pk"))
-        reports = [report(run) for run in ended]
+        ended, reports = retry_on_database_error(lambda: _read(runs))
         self._say_ended(ended, reports, as_json=options["json"])
         status = run_facts.exit_status(outcome["status"] for one in reports for outcome in one["outcomes"])
         if was_interrupted or status:
@@ -100,6 +100,12 @@ class Command(SluicegateCommand):
         for run in runs:
             if story := run_facts.circuit_story(run):
                 self.note(story)
+
+
+def _read(runs: Sequence[TenantRun]) -> tuple[list[TenantRun], list[dict[str, Any]]]:
+    """The runs as they ended, and their reports."""
+    ended = list(run_facts.runs().filter(pk__in=[run.pk for run in runs]).order_by("pk"))
+    return ended, [report(run) for run in ended]
 
 
 class _Interruption:
