@@ -13,8 +13,8 @@ from embeddings.runs import progress, sweep, transitions
 from embeddings.states import OutcomeStatus, RunStatus, TaskState
 from tests.support.commanding import manage
 from tests.support.provider_server import Gate, ProviderServer, containing, gated, status
-from tests.support.stage import outcome_of, texts
-from tests.support.sweeping import DIMENSIONS, OLLAMA, drain, drive, in_threads, make_site, start, stored, sweep_all
+from tests.support.sweeps import DIMENSIONS, OLLAMA, make_site, outcome_of, stored, texts
+from tests.support.threads import in_threads
 
 pytestmark = [pytest.mark.both_databases, pytest.mark.django_db(transaction=True)]
 
@@ -159,11 +159,11 @@ class TestTwoCallsOfOneOutcome:
         refused, busy = Gate(), Gate()
         site.server.when(containing("alpha 00"), gated(refused, status(401)), times=1)
         site.server.when(containing("alpha 04"), gated(busy, status(429, headers={"Retry-After": "1"})), times=1)
-        repository = site.repository("a", {f"{number:02d}.txt": f"alpha {number:02d}" for number in range(12)})
-        run = start(repository)
+        repository = site.repository("a", *(f"alpha {number:02d}" for number in range(12)))
+        run = site.start_and_scan(repository)
         with in_threads() as submit:
             for _ in range(2):
-                submit(lambda: drain(site))
+                submit(site.drain)
             refused.wait_arrived()
             busy.wait_arrived()
             refused.release()
@@ -177,9 +177,9 @@ class TestTwoCallsOfOneOutcome:
         run, repository, outcome = self.play(site)
         assert not EmbeddingTask.objects.filter(outcome=outcome, busy_requeues=1).exists()
         assert (queued_of(outcome), bound_for_ever(outcome).count()) == (0, 0)
-        drive(run)
+        site.carry_out(run)
         site.server.clear_script()
-        assert (sweep_all(repository).status, stored(repository)) == ("completed", 12)
+        assert (site.swept(repository).status, stored(repository)) == ("completed", 12)
 
     def test_twin_with_the_former_rule_it_is_queued_again(self, site, monkeypatch):
         monkeypatch.setattr(task_queue, "refusal", knows_the_circuit_alone)
