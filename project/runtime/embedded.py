@@ -9,8 +9,9 @@ Two locks under `VAR_DIR/valkey` carry the whole life cycle, and the kernel drop
 * `start.lock` is held while somebody decides: look for a server, start one, or leave as the last and stop it;
 * `data.lock` is inherited by the server and held as long as it lives: two servers cannot write one data directory.
 
-Every process that needs the server keeps one named connection open, its *hold*. Whoever leaves and sees no other hold
-in CLIENT LIST stops the server. A killed process loses its hold with its socket.
+Every process that needs the server keeps one named connection open, its *hold*. A process that leaves and sees no other
+hold in CLIENT LIST stops the server. A killed process loses its hold with its socket; if all were killed, the server's guard
+(`valkey_guard`, a small process that is started with the server) finds no connection but its own and stops the server.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import functools
 import hashlib
 import os
 import secrets
@@ -34,6 +36,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from project.runtime import valkey_guard
 from project.runtime.file_lock import lock_file, try_lock
 from project.runtime.valkey_connection import Connection
 
@@ -41,6 +44,8 @@ from project.runtime.valkey_connection import Connection
 SOCKET_PATH_LIMIT = 107
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
+# A server without users ends after at most about two of these.
+GUARD_INTERVAL_S = 5.0
 _POLL_S = 0.02
 _HOLD_PREFIX = "sluicegate-hold-"
 # Where the server finds the inherited data lock; any number above the standard three would do.
@@ -144,6 +149,8 @@ def ensure_valkey(var_dir: Path, *, timeout_s: float = START_TIMEOUT_S) -> Embed
         _own_directory(socket_path.parent)
         connection, started_here = _connect_or_start(files, socket_path, deadline)
         connection.command("CLIENT", "SETNAME", f"{_HOLD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        if f" name={valkey_guard.CONNECTION_NAME} ".encode() not in connection.command("CLIENT", "LIST"):
+            _start_guard(files, socket_path)
     return EmbeddedValkey(var_dir, socket_path, started_here, connection)
 
 
@@ -269,7 +276,7 @@ def _start(files: _Files, socket_path: Path, data_lock: int, deadline: float) ->
     pid = _spawn(_server_binary(), files, socket_path, data_lock)
     while not _has_ended(pid) and time.monotonic() < deadline:
         if connection := _answering(socket_path):
-            _children[files.directory] = pid
+            _children.setdefault(files.directory, set()).add(pid)
             return connection
         time.sleep(_POLL_S)
     _kill(pid)
@@ -310,8 +317,28 @@ def _spawn(binary: Path, files: _Files, socket_path: Path, data_lock: int) -> in
     return os.posix_spawn(str(binary), words, {}, file_actions=actions, setsid=True, setsigmask=())
 
 
-# The servers that this process started, by data directory, until they are reaped.
-_children: dict[Path, int] = {}
+def _start_guard(files: _Files, socket_path: Path) -> None:
+    """Start the guard on a connection that has its name already, so that no other process starts a second one."""
+    script, interval = valkey_guard.__file__, str(GUARD_INTERVAL_S)
+    words = [sys.executable, "-I", "-S", script, str(files.start_lock), str(socket_path.parent), interval]
+    # The server is of use without a guard, and the next process that comes starts one.
+    with contextlib.suppress(OSError):
+        connection = Connection(socket_path)
+        try:
+            connection.command("CLIENT", "SETNAME", valkey_guard.CONNECTION_NAME)
+            actions = [
+                (os.POSIX_SPAWN_DUP2, connection.fileno(), 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ]
+            pid = os.posix_spawn(sys.executable, words, {}, file_actions=actions, setsid=True, setsigmask=())
+            _children.setdefault(files.directory, set()).add(pid)
+        finally:
+            connection.close()
+
+
+# The servers and guards that this process started, by data directory, until they are reaped.
+_children: dict[Path, set[int]] = {}
 
 
 def _has_ended(pid: int) -> bool:
@@ -361,12 +388,11 @@ def _holds(connection: Connection) -> int:
 
 
 def _wait_for_end(files: _Files, deadline: float) -> None:
-    """Return when the server has let its data directory go, and is reaped if it was this process's child."""
+    """Return when the server has let its data directory go; reap it and its guard if this process started them."""
     with contextlib.suppress(FileNotFoundError), _locked(files.data_lock, deadline):
         pass
-    child = _children.pop(files.directory, None)
-    if child is not None:
-        _eventually(lambda: _has_ended(child), deadline)
+    for child in _children.pop(files.directory, ()):
+        _eventually(functools.partial(_has_ended, child), deadline)
 
 
 if __name__ == "__main__":

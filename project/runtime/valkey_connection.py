@@ -39,6 +39,9 @@ class Connection:
         except (OSError, ValueError):
             return False
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def close(self) -> None:
         self._replies.close()
         self._socket.close()

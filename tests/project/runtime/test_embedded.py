@@ -1,5 +1,6 @@
 """The embedded Valkey, tried with the real server: found, started, shared, stopped, and survived when killed."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -19,6 +20,8 @@ from redis.retry import Retry
 
 from project.runtime import embedded
 from project.runtime.embedded import EmbeddedValkeyError, ensure_valkey, hold_valkey, valkey_socket
+from project.runtime.file_lock import lock_file, try_lock
+from tests.support.waiting import eventually
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -64,6 +67,16 @@ def holder(var_dir):
     process = subprocess.Popen(
         [sys.executable, "-m", "project.runtime.embedded", str(var_dir)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
+    assert process.stdout.readline().startswith("valkey ready")
+    return process
+
+
+def killable_holder(var_dir):
+    """A holder whose server's guard looks for users every 50 ms."""
+    code = (
+        "import sys; from project.runtime import embedded; embedded.GUARD_INTERVAL_S = 0.05; sys.exit(embedded.main())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(var_dir)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline().startswith("valkey ready")
     return process
 
@@ -133,6 +146,113 @@ def test_a_starter_that_is_killed_leaves_a_server_that_the_next_one_uses_and_sto
     with ensure_valkey(var_dir) as valkey:
         assert not valkey.started_here
     assert not is_running(var_dir)
+
+
+def guard_pids(var_dir):
+    """The guards of `var_dir`, found by their arguments, which only they have."""
+    lock = os.fsencode(var_dir.resolve() / "valkey" / "start.lock")
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if lock in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def the_guard(var_dir):
+    """Its process: just after its start it has no arguments yet."""
+    (guard,) = eventually(lambda: guard_pids(var_dir))
+    return guard
+
+
+def has_no_server(var_dir):
+    """Whether no process holds the data directory; asks without connecting, since a connection counts as a user."""
+    with lock_file(var_dir / "valkey" / "data.lock") as descriptor:
+        return try_lock(descriptor)
+
+
+class TestGuard:
+    def test_a_server_whose_users_were_all_killed_ends_and_keeps_what_was_written(self, var_dir):
+        users = [killable_holder(var_dir), killable_holder(var_dir)]
+        with client(var_dir) as connection:
+            for n in range(100):
+                connection.xadd("log", {"n": n})
+        for user in users:
+            end(user, signal.SIGKILL)
+        eventually(lambda: has_no_server(var_dir))
+        eventually(lambda: not guard_pids(var_dir))
+        assert not valkey_socket(var_dir).parent.exists()
+        with ensure_valkey(var_dir) as valkey, client(var_dir) as connection:
+            assert valkey.started_here
+            assert connection.xlen("log") == 100
+
+    def test_without_its_guard_it_stays(self, var_dir, tmp_path):
+        """The twin: another server's guard ends it meanwhile, after as many intervals or more."""
+        user = killable_holder(var_dir)
+        guard = the_guard(var_dir)
+        os.kill(guard, signal.SIGKILL)
+        end(user, signal.SIGKILL)
+        end(killable_holder(tmp_path / "guarded"), signal.SIGKILL)
+        eventually(lambda: has_no_server(tmp_path / "guarded"))
+        assert is_running(var_dir)
+
+    def test_it_ends_no_server_that_has_a_user(self, var_dir, tmp_path):
+        killed, user = killable_holder(var_dir), killable_holder(var_dir)
+        end(killed, signal.SIGKILL)
+        end(killable_holder(tmp_path / "without"), signal.SIGKILL)
+        eventually(lambda: has_no_server(tmp_path / "without"))
+        assert is_running(var_dir)
+        assert end(user) == 0
+        assert not is_running(var_dir)
+        eventually(lambda: not guard_pids(var_dir))
+
+    def test_the_next_user_replaces_a_guard_that_was_killed(self, var_dir):
+        first = killable_holder(var_dir)
+        guard = the_guard(var_dir)
+        os.kill(guard, signal.SIGKILL)
+        eventually(lambda: "sluicegate-guard" not in connection_names(var_dir))
+        second = killable_holder(var_dir)
+        for user in (first, second):
+            end(user, signal.SIGKILL)
+        eventually(lambda: has_no_server(var_dir))
+
+    def test_one_guard_serves_all_users(self, var_dir):
+        with ensure_valkey(var_dir), ensure_valkey(var_dir):
+            assert connection_names(var_dir).count("sluicegate-guard") == 1
+            assert the_guard(var_dir)
+        assert not guard_pids(var_dir)
+
+    def test_it_waits_while_a_user_starts(self, var_dir):
+        """A user that holds the start lock is not connected yet and must find the server."""
+        user = killable_holder(var_dir)
+        with lock_file(var_dir / "valkey" / "start.lock") as descriptor:
+            assert try_lock(descriptor)
+            end(user, signal.SIGKILL)
+            eventually(lambda: connection_names(var_dir) == ["", "sluicegate-guard"])
+            assert is_running(var_dir)
+        eventually(lambda: has_no_server(var_dir))
+
+    def test_users_that_come_while_it_ends_the_server_get_one(self, var_dir):
+        """Killed and followed at once, many times: the next user meets the server running, ending or gone."""
+        for n in range(15):
+            user = killable_holder(var_dir)
+            end(user, signal.SIGKILL)
+            moment = (lambda: True, lambda: not valkey_socket(var_dir).exists(), lambda: not guard_pids(var_dir))[n % 3]
+            eventually(moment, interval=0.001)
+            with ensure_valkey(var_dir), client(var_dir) as connection:
+                assert connection.incr("users") == n + 1
+
+    def test_its_environment_holds_no_keys(self, var_dir, monkeypatch):
+        monkeypatch.setenv("SLUICEGATE_KEY_X", "secret")
+        with ensure_valkey(var_dir):
+            guard = the_guard(var_dir)
+            assert b"secret" not in pathlib.Path(f"/proc/{guard}/environ").read_bytes()
+            assert os.getsid(guard) != os.getsid(0)
+
+
+def connection_names(var_dir):
+    with client(var_dir) as connection:
+        return sorted(entry["name"] for entry in connection.client_list())
 
 
 def test_a_server_that_is_killed_leaves_a_socket_that_does_not_wedge_the_next_start(var_dir):
