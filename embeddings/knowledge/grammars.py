@@ -54,6 +54,11 @@ _CPU_SECONDS = 0.25
 _CPU_SECONDS_PER_BYTE = 2e-6
 
 
+def cpu_limit_s(size: int) -> float:
+    """The CPU time a text of `size` bytes may use."""
+    return _CPU_SECONDS + _CPU_SECONDS_PER_BYTE * size
+
+
 def grammar_of(path: str) -> str:
     """The grammar for a file name; TEXT if none is known."""
     name = PurePosixPath(path)
@@ -82,7 +87,7 @@ def answer_requests(requests: BinaryIO, answers: BinaryIO) -> None:
         request = json.loads(header)
         text = requests.read(request["bytes"]).decode("utf-8")
         part_of = splitter(request["grammar"], request["capacity"])
-        signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS + _CPU_SECONDS_PER_BYTE * request["bytes"])
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s(request["bytes"]))
         offsets = [offset for offset, _ in part_of.chunk_indices(text)]
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(offsets).encode() + b"\n")

@@ -244,6 +244,30 @@ class TestBounds:
             process._process.wait()
         assert syntax.cuts("a.py", text, 400) == first != []
 
+    @pytest.mark.parametrize(
+        "text", [FUNCTIONS, FUNCTIONS + "\nx = 1" * 20_000], ids=["short", "longer than a pipe holds"]
+    )
+    def test_a_parser_that_is_stopped_costs_its_text_the_syntax_and_no_other(self, text, monkeypatch):
+        first = syntax.cuts("a.py", text, 200)
+        stopped = _stop_the_idle_parser()
+        with monkeypatch.context() as patch:
+            patch.setattr(syntax, "_PATIENCE_S", 0.2)
+            patch.setattr(syntax, "_WALL_SECONDS_PER_CPU_SECOND", 0)
+            assert syntax.cuts("a.py", text, 200) == []
+        _eventually_gone(stopped)
+        assert syntax.cuts("a.py", text, 200) == first != []
+
+    def test_the_twin_without_a_deadline_the_text_waits_for_the_stopped_parser(self, monkeypatch):
+        first = syntax.cuts("a.py", FUNCTIONS, 200)
+        stopped = _stop_the_idle_parser()
+        monkeypatch.setattr(syntax, "_PATIENCE_S", 3600.0)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(syntax.cuts, "a.py", FUNCTIONS, 200)
+            with pytest.raises(TimeoutError):
+                asked.result(1.5)
+            os.kill(stopped, signal.SIGCONT)
+            assert asked.result(30) == first != []
+
     def test_threads_share_the_processes(self):
         text = "def f():\n    return 1\n\n\n" * 100
         with ThreadPoolExecutor(6) as pool:
@@ -259,6 +283,15 @@ class TestBounds:
         )
         done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         _eventually_gone(int(done.stdout))
+
+
+def _stop_the_idle_parser() -> int:
+    """SIGSTOP to the parser that the next text will get; closes the others."""
+    while len(syntax._idle) > 1:
+        syntax._idle.pop().close()
+    pid = syntax._idle[0]._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    return pid
 
 
 def _cpu_of_children() -> float:
