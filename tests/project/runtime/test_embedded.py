@@ -234,7 +234,7 @@ class TestGuard:
 
     def test_users_that_come_while_it_ends_the_server_get_one(self, var_dir):
         """Killed and followed at once, many times: the next user meets the server running, ending or gone."""
-        for n in range(15):
+        for n in range(9):
             user = killable_holder(var_dir)
             end(user, signal.SIGKILL)
             moment = (lambda: True, lambda: not valkey_socket(var_dir).exists(), lambda: not guard_pids(var_dir))[n % 3]
