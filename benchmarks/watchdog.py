@@ -1,4 +1,7 @@
-"""What the watchdog costs: the packets of one fast answer, read under it and without it, in turn."""
+"""What the watchdog costs: the packets of one fast answer, read in a bare loop and as an attempt reads them, in turns.
+
+An attempt reads under `StreamGuard.watch`, and tells its clock of every packet and every chunk.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import httpx2
 
 from benchmarks.chat_paths import chat_server
 from benchmarks.row import Row
+from streaming.upstream.budgets import ChatBudgets
+from streaming.upstream.stream_clock import StreamClock
 from streaming.upstream.transport import http_client
-from streaming.upstream.watchdog import with_stream_inactivity_timeout
+from streaming.upstream.watchdog import StreamGuard
 
 CHUNKS, ROUNDS = 10_000, 7
-_IDLE_MS = 120_000
 
 
 def run(database: str) -> list[Row]:
@@ -43,9 +47,17 @@ async def _read(client: httpx2.AsyncClient, server: str, *, watched: bool) -> fl
     """Packets a second."""
     async with client.stream("POST", f"{server}/v1/chat/completions", json={"stream": True}) as reply:
         source: AsyncIterator[bytes] = reply.aiter_raw()
-        if watched:
-            source = with_stream_inactivity_timeout(source, _IDLE_MS, lambda: None, lambda: False)
-        began, count = time.perf_counter(), 0
-        async for _ in source:
-            count += 1
+        count = 0
+        began = time.perf_counter()
+        if not watched:
+            async for _ in source:
+                count += 1
+        else:
+            clock = StreamClock(ChatBudgets())
+            clock.headers_arrived()
+            guard = StreamGuard(clock, lambda: None, lambda: False)
+            async for _ in guard.watch(source, lambda packet: clock.bytes_arrived(len(packet))):
+                count += 1
+                clock.chunk_arrived()
+                clock.content_arrived()
         return count / (time.perf_counter() - began)

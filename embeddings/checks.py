@@ -77,7 +77,7 @@ def transactions_are_short(app_configs: _AppConfigs, **kwargs: Any) -> list[Chec
 
 @register(Tags.security)
 def secret_key_is_secret(app_configs: _AppConfigs, **kwargs: Any) -> list[CheckMessage]:
-    """E006: whoever guesses it signs in as anybody."""
+    """E006: someone who guesses it can sign in as any user."""
     key = settings.SECRET_KEY
     if len(key) >= SECRET_KEY_LEAST and not key.startswith("django-insecure-"):
         return []
@@ -87,7 +87,7 @@ def secret_key_is_secret(app_configs: _AppConfigs, **kwargs: Any) -> list[CheckM
 
 @register(Tags.security)
 def debug_stays_at_home(app_configs: _AppConfigs, **kwargs: Any) -> list[CheckMessage]:
-    """E007: DEBUG shows settings and source code to whoever asks."""
+    """E007: DEBUG shows settings and source code to every visitor."""
     open_to = set(settings.ALLOWED_HOSTS) - _LOOPBACK_HOSTS
     # The test runner adds a name of its own.
     if not settings.DEBUG or open_to <= {"testserver"}:
@@ -97,8 +97,8 @@ def debug_stays_at_home(app_configs: _AppConfigs, **kwargs: Any) -> list[CheckMe
 
 
 @register()
-def patience_fits(app_configs: _AppConfigs, **kwargs: Any) -> list[CheckMessage]:
-    """E008: one wish of a busy provider must fit into what a batch waits for in all."""
+def busy_timeouts_fit(app_configs: _AppConfigs, **kwargs: Any) -> list[CheckMessage]:
+    """E008: the longest Retry-After of a busy provider must fit into a batch's total wait."""
     if settings.BUSY_RETRY_AFTER_MAX_MS <= settings.BUSY_TOTAL_MAX_MS:
         return []
     text = "BUSY_RETRY_AFTER_MAX_MS is longer than BUSY_TOTAL_MAX_MS: a batch would give up during its first wait."

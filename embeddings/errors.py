@@ -5,6 +5,10 @@ Provider timeouts are defined in `embeddings.timeouts`: only they may open a cir
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+_CAUSES_MAX = 50
+
 
 class SluicegateError(Exception):
     """Base class of the errors that Sluicegate raises."""
@@ -138,3 +142,24 @@ class UnexpectedStatus(ProviderError):
     """Any other status than 200."""
 
     code = "PROVIDER_STATUS"
+
+
+def causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
+    """The error, its cause, the cause's cause, and so on; each once, even in a cycle.
+
+    The members of an exception group count as its causes: each address of a host refuses for itself. `with_contexts`
+    follows the context where there is no cause, for libraries that cut the chain with `from None`.
+    """
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting and len(seen) < _CAUSES_MAX:
+        cause = waiting.pop()
+        if id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        if isinstance(cause, BaseExceptionGroup):
+            waiting.extend(reversed(cause.exceptions))
+        behind = cause.__cause__ or (cause.__context__ if with_contexts else None)
+        if behind is not None:
+            waiting.append(behind)

@@ -122,7 +122,7 @@ def _on_missing(request: HttpRequest, error: Http404) -> HttpResponse:
 @api.exception_handler(Exception)
 def _on_any_error(request: HttpRequest, error: Exception) -> HttpResponse:
     logger.error("%s %s failed: %s", request.method, request.path, place_of(error))
-    return _reply(OpenAIError(500, "An error of our own.", "api_error", "internal_error"))
+    return _reply(OpenAIError(500, "Internal server error.", "api_error", "internal_error"))
 
 
 def _fault_of(error: BaseException) -> str:

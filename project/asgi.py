@@ -21,8 +21,7 @@ from project.runtime.gc_freeze import keep_what_is_loaded  # noqa: E402
 
 
 class _Handler(ASGIHandler):
-    """Django's handler, which gives each request a thread of its own for its synchronous parts. A call of the API has
-    none but Django's signals: those share one thread."""
+    """Django's handler without a thread per request for API calls: only Django's signals are synchronous in those."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and is_call(scope["path"]):

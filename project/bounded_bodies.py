@@ -14,7 +14,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-# A client that is still sending does not hear the reply: so much of its body is read and thrown away.
+# A client reads no reply while it sends: read and discard up to this many bytes of its body.
 DISCARDED_BYTES_MAX = 64 * 1024 * 1024
 
 
@@ -29,23 +29,19 @@ def bounded_bodies(app: App, limit_bytes: int) -> App:
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        if _announced(scope) > limit_bytes:
+        lengths = [value for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
+        if lengths and int(lengths[0]) > limit_bytes:
             await _discard(receive)
             return await _refuse(send, limit_bytes)
         try:
             await app(scope, _counting(receive, limit_bytes), send)
         except _TooLarge as too_large:
-            # Of a body that is over nothing more comes: to wait for it would be to wait for the client to give up.
+            # If the body is complete there is nothing to drain.
             if too_large.has_more:
                 await _discard(receive)
             await _refuse(send, limit_bytes)
 
     return bounded
-
-
-def _announced(scope: Scope) -> int:
-    lengths = [value for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
-    return int(lengths[0]) if lengths else 0
 
 
 def _counting(receive: Receive, limit_bytes: int) -> Receive:
@@ -66,7 +62,7 @@ async def _refuse(send: Send, limit_bytes: int) -> None:
     message = f"The request is larger than {limit_bytes} bytes."
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "request_too_large"}
     body = json.dumps({"error": error}).encode()
-    # What is left of the body is not read: the connection cannot be used again.
+    # The rest of the body stays unread, so the connection cannot be reused.
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": 413, "headers": headers})
     await send({"type": "http.response.body", "body": body})

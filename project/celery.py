@@ -1,4 +1,4 @@
-"""The Celery application. Messages are doorbells: losing one loses nothing, a duplicate does nothing."""
+"""The Celery application. Messages are wake-ups: losing one loses nothing, a duplicate does nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POOL = "celery.concurrency.thread:TaskPool"
 
 @signals.worker_init.connect
 def _prepare_worker(sender: Any, **_: Any) -> None:
-    """Refuses another pool than threads, finds the broker, and imports what the first task would otherwise wait for."""
+    """Refuses any pool but threads, starts the broker if needed, and imports the SDK before the first task needs it."""
     pool = getattr(sender, "pool_cls", None)
     if f"{getattr(pool, '__module__', '')}:{getattr(pool, '__name__', '')}" != _POOL:
         raise SystemExit("Sluicegate's workers run threads over one loop a process: start the worker with -P threads.")
@@ -38,7 +38,7 @@ def _keep_what_is_loaded(**_: Any) -> None:
 
 @signals.worker_shutting_down.connect
 def _stop_waiting(**_: Any) -> None:
-    """Whoever waits for a provider gives its task back, so that a worker is down within seconds."""
+    """Tasks that wait for a provider are given back, so that the worker stops within seconds."""
     from embeddings.runtime import shutdown
 
     shutdown.requested.set()

@@ -10,7 +10,7 @@ from streaming.log import valkey
 
 
 async def healthz(request: HttpRequest) -> JsonResponse:
-    """200 while the loop turns. Asks nothing: a database that is away is no reason to kill this process."""
+    """200 while the event loop runs. Checks nothing else: an unreachable database is no reason to kill this process."""
     return JsonResponse({"status": "ok"})
 
 

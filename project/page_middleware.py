@@ -1,7 +1,7 @@
-"""Django's middleware for pages alone: the admin needs sessions and forms, the API's calls carry a key.
+"""Django's middleware for pages only: the admin needs sessions and forms, API calls carry a key.
 
-Each of these classes would otherwise take every call of the API through two threads, which is most of what such a call
-costs.
+Without these classes each middleware sends every API call through threads: 1.5 times the CPU of a call
+(docs/decisions/0013-pages-alone-have-middleware.md).
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ _CALLS = ("/v1/", "/api/chat/", "/api/runs", "/api/search", "/healthz", "/readyz
 
 
 def is_call(path: str) -> bool:
-    """Whether a call of the API is asked for rather than a page."""
+    """Whether the path is an API endpoint rather than a page."""
     return path.startswith(_CALLS)
 
 
 class _ForPages:
-    """In front of a middleware of Django's: leaves it out where no page is asked for."""
+    """Mixin before one of Django's middlewares: skips it for API calls."""
 
     get_response: Any
+    async_mode: bool
 
     def __call__(self, request: HttpRequest) -> Any:
-        if not self._is_asynchronous() and is_call(request.path_info):
+        # Django's own mixin sets `async_mode`.
+        if not self.async_mode and is_call(request.path_info):
             return self.get_response(request)
         return super().__call__(request)  # type: ignore[misc]  # the middleware behind this mixin
 
@@ -40,9 +42,6 @@ class _ForPages:
         if is_call(request.path_info):
             return await self.get_response(request)
         return await super().__acall__(request)  # type: ignore[misc]  # the middleware behind this mixin
-
-    def _is_asynchronous(self) -> bool:
-        return bool(self.async_mode)  # type: ignore[attr-defined]  # set by Django's own mixin
 
 
 class Security(_ForPages, SecurityMiddleware):

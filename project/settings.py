@@ -108,7 +108,7 @@ if EMBEDDED_VALKEY:
 CELERY_BROKER_URL = embedded.broker_url(VAR_DIR, os.environ) if EMBEDDED_VALKEY else REDIS_URL
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_DEFAULT_QUEUE = "sweeps"
-# A turn's bell is gone from its queue as it is handed over (decision 12).
+# A turn's wake-up leaves its queue on delivery, without an acknowledgement (decision 12).
 CELERY_TASK_QUEUES = {"sweeps": {}, "embeddings": {}, "chat": {"no_ack": True}}
 CELERY_TASK_ROUTES = {
     "embeddings.drain_provider": {"queue": "embeddings"},
@@ -121,11 +121,11 @@ CELERY_WORKER_PREFETCH_MULTIPLIER = 1
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_ENABLE_REMOTE_CONTROL = True
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
-# A doorbell that cannot ring must not hold its ringer up: rows are the truth, and beat rings again.
+# Fail fast when a wake-up cannot be sent: the rows are the truth, and beat sends it again.
 CELERY_BROKER_TRANSPORT_OPTIONS = {
     "visibility_timeout": 7200,
     "socket_connect_timeout": 2,
-    # A server that is there and says nothing: publishing would wait for it for ever.
+    # Without it, publishing to a server that accepts and never replies would block forever.
     "socket_timeout": 5,
     "max_retries": 0,
     "interval_start": 0,
@@ -167,7 +167,7 @@ CHAT_REQUEST_BYTES_MAX = _env.integer("CHAT_REQUEST_BYTES_MAX", 4 * 1024 * 1024,
 CHAT_ANSWER_CHARACTERS_MAX = _env.integer("CHAT_ANSWER_CHARACTERS_MAX", 1_000_000, least=1)
 CHAT_KNOWLEDGE_ROWS = _env.integer("CHAT_KNOWLEDGE_ROWS", 5, least=1, most=100)
 CHAT_KNOWLEDGE_CHARACTERS = _env.integer("CHAT_KNOWLEDGE_CHARACTERS", 4_000, least=100)
-# How long a turn may stand unclaimed before it is asked whether any worker is there, and a reply without a status.
+# Milliseconds until an unclaimed turn makes its reader check for workers, and until a reply sends its status.
 CHAT_CLAIM_WAIT_MS = _env.integer("CHAT_CLAIM_WAIT_MS", 5_000, least=100)
 CHAT_STATUS_WAIT_MS = _env.integer("CHAT_STATUS_WAIT_MS", 10_000, least=100)
 CHAT_RETRY_BASE_MS = _env.integer("CHAT_RETRY_BASE_MS", 500)

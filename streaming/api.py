@@ -17,8 +17,9 @@ from embeddings.models import Tenant
 from embeddings.registry import KeyScope
 from embeddings.registry.access import NotFound, TenantKey, caller
 from embeddings.runtime import wake_ups
-from project.runtime.database_threads import in_database, in_line, in_waiting_thread
+from project.runtime.database_threads import in_database, in_fifo, in_waiting_thread
 from streaming.http import replies, turn_requests
+from streaming.http.embedding_requests import Embedded, embedded
 from streaming.http.requests import (
     ChatCompletionRequest,
     EmbeddingRequest,
@@ -26,12 +27,11 @@ from streaming.http.requests import (
     completion_for_provider,
     turn_for_provider,
 )
-from streaming.http.text_vectors import Embedded, embedded
 from streaming.log.events import END_SEQ
 from streaming.models import ChatTurn
 from streaming.refusals import TooManyTurns, UnknownModel
 from streaming.turns import transitions
-from streaming.turns.model_list import offers
+from streaming.turns.model_list import chat_models
 
 openai = Router(tags=["OpenAI"])
 chat = Router(tags=["Chat"])
@@ -42,12 +42,12 @@ _SSE_REPLY = {"responses": {200: {"description": "Server-sent events", "content"
 @openai.post("/chat/completions", auth=TenantKey(KeyScope.CHAT, starts=True), summary="Chat completion")
 async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) -> HttpResponseBase:
     """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
-    found = await _taken(turn_requests.take_completion, caller(request), body, completion_for_provider(request))
-    async with replies.cancelled_by_hang_up(found):
-        await wake_ups.in_notifying_thread(transitions.ring, found)
+    turn = await _taken(turn_requests.take_completion, caller(request), body, completion_for_provider(request))
+    async with replies.cancelled_by_hang_up(turn):
+        await wake_ups.in_notifying_thread(transitions.notify_worker, turn)
     if body.stream:
-        return await replies.completion_stream(found, include_usage=body.include_usage)
-    return await replies.completion(found)
+        return await replies.completion_stream(turn, include_usage=body.include_usage)
+    return await replies.completion(turn)
 
 
 @openai.get("/models", auth=TenantKey(KeyScope.CHAT), summary="Models")
@@ -84,7 +84,7 @@ async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> dict[str, 
 
 @openai.api_operation(["GET", "POST", "PUT", "PATCH", "DELETE"], "/{path:rest}", include_in_schema=False)
 async def elsewhere(request: HttpRequest, rest: str) -> None:
-    """Whatever else clients call, refused in their own words: some begin with the newest of OpenAI's endpoints."""
+    """Answers any other OpenAI endpoint with an OpenAI error: some clients try the newest endpoints first."""
     served = "chat/completions, embeddings and models"
     raise NotFound(f"There is no {request.method} /v1/{rest[:200]} here. There is: {served}.")
 
@@ -104,50 +104,51 @@ _READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
 @chat.post("/turns", auth=TenantKey(KeyScope.CHAT, starts=True), response={201: dict[str, Any]}, summary="Take a turn")
 async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
     """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
-    found = await _taken(turn_requests.take_native, caller(request), body, turn_for_provider(request))
-    await wake_ups.in_notifying_thread(transitions.ring, found)
+    turn = await _taken(turn_requests.take_native, caller(request), body, turn_for_provider(request))
+    await wake_ups.in_notifying_thread(transitions.notify_worker, turn)
     return Status(
-        201, {**await in_database(turn_requests.rendered, found), "events_token": turn_requests.event_token(found)}
+        201, {**await in_database(turn_requests.rendered, turn), "events_token": turn_requests.event_token(turn)}
     )
 
 
 @chat.get("/turns/{turn_id}", auth=_READS, summary="Turn")
 async def show_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
     """The turn as it stands: its text is stored when it ends."""
-    found = await in_database(_readable, request, turn_id)
-    return await in_database(turn_requests.rendered, found)
+    turn = await in_database(_readable, request, turn_id)
+    return await in_database(turn_requests.rendered, turn)
 
 
 @chat.get("/turns/{turn_id}/events", auth=_READS, summary="Events of a turn", openapi_extra=_SSE_REPLY)
 async def turn_events(request: HttpRequest, turn_id: UUID, after: Annotated[int, Field(ge=0)] = 0) -> HttpResponseBase:
     """Server-sent events from the start, or after `Last-Event-ID` (or `after`). A hang-up does not cancel the turn."""
-    found = await in_database(_readable, request, turn_id)
-    seq = _last_event_id(request) or after
+    turn = await in_database(_readable, request, turn_id)
+    last_id = request.headers.get("Last-Event-ID", "")
+    seq = (int(last_id) if last_id.isdecimal() and len(last_id) <= 16 else 0) or after
     if seq >= END_SEQ:
         # The end has been read: an EventSource stops at a 204.
         return HttpResponse(status=204)
-    return replies.event_stream(found, seq)
+    return replies.event_stream(turn, seq)
 
 
 @chat.post("/turns/{turn_id}/cancel", auth=TenantKey(KeyScope.CHAT), summary="Cancel a turn")
 async def cancel_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
     """Ends a queued turn, asks for a running one's end; a turn that has ended stays as it is."""
-    found = await in_database(turn_requests.find_turn, caller(request), turn_id)
-    found = await in_waiting_thread(turn_requests.cancel, found)
-    return await in_database(turn_requests.rendered, found)
+    turn = await in_database(turn_requests.find_turn, caller(request), turn_id)
+    turn = await in_waiting_thread(turn_requests.cancel, turn)
+    return await in_database(turn_requests.rendered, turn)
 
 
 async def _taken(take: Callable[..., ChatTurn], tenant: Tenant, *args: Any) -> ChatTurn:
-    """The stored turn, not rung for yet: in line, where nobody waits for anything but the database."""
+    """Stores the turn in the FIFO executor; no worker is notified yet. The slow cleanup runs outside it, then one retry."""
     try:
-        return await in_line(take, tenant, *args)
+        return await in_fifo(take, tenant, *args)
     except TooManyTurns:
         await in_waiting_thread(turn_requests.make_room, tenant)
-        return await in_line(take, tenant, *args)
+        return await in_fifo(take, tenant, *args)
 
 
 def _models(tenant: Tenant) -> list[dict[str, Any]]:
-    names = [(offer.model, offer.provider) for offer in offers(tenant)]
+    names = [(model.name, model.provider) for model in chat_models(tenant)]
     if tenant.embedding_provider is not None and tenant.embedding_provider.embedding_model:
         names.append((tenant.embedding_provider.embedding_model, tenant.embedding_provider))
     return [
@@ -160,8 +161,3 @@ def _readable(request: Any, turn_id: UUID) -> ChatTurn:
     if isinstance(request.auth, str):
         return turn_requests.turn_of_token(request.auth, turn_id)
     return turn_requests.find_turn(request.auth, turn_id)
-
-
-def _last_event_id(request: HttpRequest) -> int:
-    given = request.headers.get("Last-Event-ID", "")
-    return int(given) if given.isdecimal() and len(given) <= 16 else 0

@@ -29,7 +29,7 @@ def examination(*, asks_providers: bool) -> list[Finding]:
 
 
 def _turns() -> Iterable[Finding]:
-    late = list(orphaned_turns.unfinished_worth_a_look())
+    late = list(orphaned_turns.overdue_turns())
     queued = [turn for turn in late if turn.state == TurnState.QUEUED]
     lost = len(late) - len(queued)
     if queued:

@@ -38,7 +38,7 @@ def _may_read(request: HttpRequest) -> bool:
     sent = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
     if settings.METRICS_TOKEN and hmac.compare_digest(sent, settings.METRICS_TOKEN.encode()):
         return True
-    # What a proxy on this machine passes on comes from elsewhere.
+    # A proxy on this machine forwards requests from other machines.
     is_passed_on = "X-Forwarded-For" in request.headers or "Forwarded" in request.headers
     return not is_passed_on and _is_loopback(request.META.get("REMOTE_ADDR", ""))
 
@@ -47,7 +47,7 @@ def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        # A unix socket has no address, and belongs to whoever may open it: a proxy, most likely.
+        # A unix socket has no address; its peer is most likely a proxy.
         return False
 
 

@@ -12,25 +12,25 @@ from django.db import transaction
 from django.utils import timezone
 
 from embeddings.runtime import shutdown
-from project.runtime.database_threads import in_line_thread
+from project.runtime.database_threads import in_fifo_thread
 from streaming.models import ChatTurn, Conversation
 from streaming.states import TURN_ENDED, TurnState
 from streaming.turns import claims, fairness, orphaned_turns, transitions, turn_run
 
 logger = logging.getLogger(__name__)
 
-_BELL = "streaming.turns.wake_ups:Bell"
+_WAKE_UP_REQUEST = "streaming.turns.wake_ups:WakeUpRequest"
 _PURGED_AT_ONCE = 500
 
 
-@shared_task(name=transitions.RUN_TURN, Request=_BELL)
+@shared_task(name=transitions.RUN_TURN, Request=_WAKE_UP_REQUEST)
 def run_turn(public_id: str) -> None:
     """Runs a queued turn to its end."""
     # A turn that is not claimed stays queued: another worker gets it, when it is rung again.
     if shutdown.requested.is_set():
         return
     fairness.note_start()
-    claimed = in_line_thread(_claim, public_id)
+    claimed = in_fifo_thread(_claim, public_id)
     if claimed is not None:
         turn_run.run(*claimed)
 
@@ -44,17 +44,17 @@ def _claim(public_id: str) -> tuple[ChatTurn, transitions.Claim] | None:
     return None if claim is None else (found, claim)
 
 
-@shared_task(name="streaming.tick", Request=_BELL)
+@shared_task(name="streaming.tick", Request=_WAKE_UP_REQUEST)
 def tick() -> None:
     """Ends turns whose worker is gone, and rings again for those that stand queued."""
-    for found in orphaned_turns.unfinished_worth_a_look():
+    for found in orphaned_turns.overdue_turns():
         if found.state == TurnState.QUEUED:
-            transitions.ring_again(found)
+            transitions.notify_worker_again(found)
         else:
-            orphaned_turns.end_lost(found)
+            orphaned_turns.end_orphaned(found)
 
 
-@shared_task(name="streaming.purge", Request=_BELL)
+@shared_task(name="streaming.purge", Request=_WAKE_UP_REQUEST)
 def purge() -> None:
     """Deletes turns that ended longer ago than RETENTION_DAYS, some at a time, and conversations left without any."""
     before = timezone.now() - timedelta(days=settings.RETENTION_DAYS)

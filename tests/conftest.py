@@ -6,15 +6,14 @@ import socket
 
 import pytest
 from django.conf import settings
-from django.db import connection
 from django.test import override_settings
 
 from embeddings.providers import retries
 from project.runtime import database_threads
 from tests.support.chat_stack import chat, chat_stack  # noqa: F401  (fixtures that start processes: one definition, one start)
-from tests.support.local_server import local_server  # noqa: F401
+from tests.support.local_models import local_server  # noqa: F401
+from tests.support.processes import database_url, fleet  # noqa: F401
 from tests.support.sweeps import stage  # noqa: F401
-from tests.support.workers import fleet  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -28,14 +27,7 @@ def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix):
 @pytest.fixture
 def process_environment(transactional_db):
     """The environment of a process that shares this test's database."""
-    return os.environ | {"DATABASE_URL": _database_url(), "DJANGO_SETTINGS_MODULE": "project.settings"}
-
-
-def _database_url() -> str:
-    name = connection.settings_dict["NAME"]
-    if connection.vendor == "sqlite":
-        return f"sqlite://{name}"
-    return os.environ["DATABASE_URL"].replace("/postgres?", f"/{name}?", 1)
+    return os.environ | {"DATABASE_URL": database_url(), "DJANGO_SETTINGS_MODULE": "project.settings"}
 
 
 @pytest.fixture(autouse=True)

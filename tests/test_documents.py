@@ -49,3 +49,34 @@ def test_the_timeout_codes_stand_as_literals_in_one_module():
         if codes.search(path.read_text())
     }
     assert holders == {"embeddings/timeouts.py"}
+
+
+def test_the_architecture_is_read_in_one_sitting():
+    assert len(ARCHITECTURE.split()) <= 3_500
+
+
+def test_pages_are_wrapped():
+    pages = [REPOSITORY_ROOT / "docs" / "architecture.md", *(REPOSITORY_ROOT / "docs" / "decisions").glob("*.md")]
+    long = [
+        f"{page.name}: {line}"
+        for page in pages
+        for line in page.read_text().splitlines()
+        if len(line) > 120 and not line.startswith(("|", "  |", "http"))
+    ]
+    assert long == []
+
+
+def test_every_section_that_a_docstring_names_exists():
+    """`docs/architecture.md, Data and states, ChatTurn`: headings, or terms in bold."""
+    headings = set(re.findall(r"^#+ (.+)$", ARCHITECTURE, re.MULTILINE)) | set(
+        re.findall(r"\*\*(.+?)\*\*", ARCHITECTURE)
+    )
+    named = {
+        section.strip()
+        for app in ("embeddings", "streaming", "project")
+        for path in (REPOSITORY_ROOT / app).rglob("*.py")
+        for sections in re.findall(r"docs/architecture\.md, ([A-Z][\w ,]+)\)", path.read_text())
+        for section in re.split(r", | and (?=[A-Z])", sections)
+    }
+    assert named
+    assert sorted(named - headings) == []

@@ -35,8 +35,8 @@ def test_the_table() -> None:
     assert f"| {MUTATIONS[0].name} | G1 |" in shown
 
 
-def test_the_architecture_page_has_each_with_the_test_that_saw_it() -> None:
-    _, _, page = (ROOT / "docs" / "architecture.md").read_text().partition("## Mutations\n")
+def test_the_page_of_the_last_run_has_each_with_the_test_that_saw_it() -> None:
+    _, _, page = (ROOT / "docs" / "mutations.md").read_text().partition("## The last run\n")
     rows = [line.split(" | ") for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
     assert [row[0][2:] for row in rows] == [mutation.name for mutation in MUTATIONS]
     assert {row[3] for row in rows} == {"seen"}

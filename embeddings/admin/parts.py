@@ -124,7 +124,7 @@ class Page(ModelAdmin):  # type: ignore[misc]  # unfold is not typed
 
 
 class FactsPage(Page):
-    """Facts: shown, never edited. Whoever may change such rows may operate on what they speak of."""
+    """Facts: shown, never edited. Permission to change these rows is permission to operate on them."""
 
     actions_on_top = True
 

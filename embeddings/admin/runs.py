@@ -32,7 +32,7 @@ class OutcomeInline(FactsInline):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[RepositoryOutcome]:
         found: QuerySet[RepositoryOutcome] = super().get_queryset(request).select_related("repository")
-        # What an operator looks for stands first: the one that stalled, then those that were spared.
+        # Operators look first for the outcome that stalled, then for those that were spared.
         trouble = Case(When(error_code=codes.PROVIDER_TIMED_OUT, then=0), When(error_code="", then=2), default=1)
         return found.order_by(trouble, "tenant_slug", "repository_slug")
 

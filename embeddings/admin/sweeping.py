@@ -19,7 +19,7 @@ from embeddings.states import RunTrigger
 def sweep_now(page: Page, request: HttpRequest, repositories: QuerySet[Repository]) -> None:
     """Starts runs over those that can be swept, and says which runs, or why none."""
     try:
-        chosen = registry.sweepable(repositories)
+        chosen = registry.require_sweepable(repositories)
         runs = sweep.start(chosen, trigger=RunTrigger.ADMIN)
     except UsageError as refused:
         page.message_user(request, str(refused), messages.ERROR)

@@ -1,4 +1,4 @@
-"""What a check finds, and how checks are run: at once, each bounded in time, none able to spoil another."""
+"""Checks and their findings. Checks run at the same time, each bounded in time and isolated from the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ground that everything stands on: settings, the database, the folder on disk, git."""
+"""Checks of the installation itself: settings, the database, VAR_DIR, git."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from django.conf import settings
-from django.core.checks import CheckMessage, run_checks
 from django.core.checks import messages as levels
+from django.core.checks import run_checks
 from django.db import DatabaseError, connection
 
 from embeddings.checks import sqlite_is_new_enough
@@ -30,12 +30,8 @@ def _settings() -> Iterable[Finding]:
     yield ok("settings", f"{places}, DEBUG {'on' if settings.DEBUG else 'off'}")
     for message in [*run_checks(), *sqlite_is_new_enough(None)]:
         if not message.is_silenced():
-            yield _of_system_check(message)
-
-
-def _of_system_check(message: CheckMessage) -> Finding:
-    status = Status.ERROR if message.level >= levels.ERROR else Status.WARNING
-    return Finding(message.id or "settings", status, str(message.msg), message.hint or "")
+            status = Status.ERROR if message.level >= levels.ERROR else Status.WARNING
+            yield Finding(message.id or "settings", status, str(message.msg), message.hint or "")
 
 
 def _database_address() -> str:

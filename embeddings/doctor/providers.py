@@ -23,8 +23,8 @@ from embeddings.states import TaskState
 from embeddings.timeouts import ProviderTimeoutError
 from project.runtime import event_loop
 
-# Beat rings every two seconds for work beside a free slot, and a lost lease is found after LEASE_MS.
-_IDLE_PATIENCE = timedelta(seconds=30)
+# Beat wakes workers every two seconds for work beside a free slot, and a lost lease is found after LEASE_MS.
+_IDLE_TIMEOUT = timedelta(seconds=30)
 
 
 def _providers() -> Iterable[Finding]:
@@ -56,9 +56,9 @@ def _lane(provider: Any, oldest: datetime | None) -> Finding:
     detail = f"{facts.provider_state(provider)}; {depth}"
     if provider.is_paused:
         return warning(name, detail, f"manage.py provider resume {provider}")
-    patience = timedelta(milliseconds=settings.LEASE_MS) + _IDLE_PATIENCE
+    timeout = timedelta(milliseconds=settings.LEASE_MS) + _IDLE_TIMEOUT
     is_idle = not provider.dispatched and not (provider.busy_until and provider.busy_until > now)
-    if is_idle and waited > patience:
+    if is_idle and waited > timeout:
         return warning(name, f"{detail}: nobody takes them to the server", START["embeddings"])
     return ok(name, detail)
 
@@ -80,22 +80,26 @@ def _circuit(provider: Provider) -> Iterable[Finding]:
 
 
 def _answers() -> Iterable[Finding]:
-    """One bounded request for its models to each server."""
-    return event_loop.run(_all_of_them(list(facts.providers())))
+    """Asks each server once, bounded in time, for its models."""
+    providers = list(facts.providers())
+
+    async def ask_all() -> list[Finding | BaseException]:
+        return await asyncio.gather(*map(_ask_server, providers), return_exceptions=True)
+
+    # One server's reply may raise anything; the other servers' findings are still reported.
+    for provider, found in zip(providers, event_loop.run(ask_all()), strict=True):
+        if isinstance(found, Finding):
+            yield found
+        else:
+            yield error(f"server of {provider}", f"could not be asked: {type(found).__name__}")
 
 
-async def _all_of_them(providers: list[Any]) -> list[Finding]:
-    return list(await asyncio.gather(*(_one(provider) for provider in providers)))
-
-
-async def _one(provider: Provider) -> Finding:
+async def _ask_server(provider: Provider) -> Finding:
     name = f"server of {provider}"
     try:
         names = await adapter_for(provider).model_names()
     except (ProviderError, ProviderTimeoutError) as raised:
         return _of_error(name, provider, raised)
-    except Exception as raised:  # Whatever one server provokes, the others are still to be heard.
-        return error(name, f"could not be asked: {type(raised).__name__}")
     wanted = [model for model in (provider.embedding_model, provider.chat_model) if model]
     missing = sorted(set(map(_bare, wanted)) - set(map(_bare, names)))
     if missing:

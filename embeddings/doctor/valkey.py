@@ -12,7 +12,7 @@ from embeddings.doctor.findings import Check, Finding, Status, error, ok
 from embeddings.runtime import valkey, wake_ups, workers
 from project.runtime.embedded import EmbeddedValkeyError, valkey_socket
 
-# Asked twice before the answer is nobody: a busy machine may be late once.
+# Ask twice before reporting no worker: a busy machine may answer late once.
 _ASK_S = (1.0, 2.0)
 
 
@@ -26,7 +26,7 @@ def valkey_address() -> str:
 
 
 def _valkey() -> Iterable[Finding]:
-    """Answers: the embedded one is started by whoever needs it, so it is started here as well."""
+    """Whether it answers. The embedded server is started on demand, so it is started here too."""
     try:
         valkey.client().ping()
     except EmbeddedValkeyError as raised:

@@ -158,27 +158,24 @@ class GitMirror:
             names = [self._ref, f"{self._ref}^{{}}"]
         else:
             names = [f"refs/heads/{self._ref}", f"refs/tags/{self._ref}", f"refs/tags/{self._ref}^{{}}"]
-        try:
-            listing = git.run("ls-remote", "--quiet", "--", self._source, *names)
-        except GitFailed as error:
-            raise SourceUnreachable(error.message) from None
-        refs = dict(line.split("\t", 1)[::-1] for line in listing.decode("utf-8", "replace").splitlines())
+        refs = self._advertised(git, *names)
         if is_commit_id(self._ref):
             return _Advertised(self._ref, self._ref)
         for name in names:
             if name in refs and not name.endswith("^{}"):
                 return _Advertised(name, refs.get(f"{name}^{{}}", refs[name]))
-        raise self._missing(git)
+        if not self._advertised(git):
+            raise SourceEmpty("the source has no commit yet")
+        missing = f"no branch, tag or commit {self._ref!r}" if self._ref else "no commit on its default branch"
+        raise RevisionMissing(f"the source has {missing}")
 
-    def _missing(self, git: Git) -> RevisionMissing:
+    def _advertised(self, git: Git, *names: str) -> dict[str, str]:
+        """The commits of these refs at the source, or of all its refs, by full name."""
         try:
-            listing = git.run("ls-remote", "--quiet", "--", self._source)
+            listing = git.run("ls-remote", "--quiet", "--", self._source, *names)
         except GitFailed as error:
             raise SourceUnreachable(error.message) from None
-        if not listing.strip():
-            return SourceEmpty("the source has no commit yet")
-        wanted = f"no branch, tag or commit {self._ref!r}" if self._ref else "no commit on its default branch"
-        return RevisionMissing(f"the source has {wanted}")
+        return dict(line.split("\t", 1)[::-1] for line in listing.decode("utf-8", "replace").splitlines())
 
     def _transfer(self, git: Git, advertised: "_Advertised") -> Snapshot:
         """Fetches into the mirror and, if that fails, into a new one: the source was just reached, so the mirror is bad.

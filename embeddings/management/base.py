@@ -39,7 +39,7 @@ class LineParser(CommandParser):
 
 
 class SluicegateCommand(BaseCommand):
-    """A door: parses, calls one verb, renders. Usage errors end with one line and exit status 2."""
+    """An entry point: parses, calls one verb, renders. Usage errors end with one line and exit status 2."""
 
     examples: ClassVar[str] = ""
 

@@ -20,7 +20,7 @@ _BETWEEN_LINES_S = 10.0
 
 
 class Display(Protocol):
-    """Shows where the repositories stand."""
+    """Shows the progress of the repositories."""
 
     def show(self, repositories: Sequence[Progress]) -> None: ...
 
@@ -37,7 +37,7 @@ def following(stream: OutputWrapper) -> Iterator[Follower]:
 
 
 class Follower:
-    """Looks at the rows now and then, however often it is called, and always when it is called last."""
+    """Reads the rows at most every half second; `look` reads them at once."""
 
     def __init__(self, display: Display) -> None:
         self._display = display

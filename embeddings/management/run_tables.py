@@ -25,7 +25,7 @@ def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
                 str(sum(one["skipped"].values())),
                 str(one["provider_calls"]),
                 f"{one['seconds']:.1f}",
-                _reason(one),
+                " < ".join(code for code in (one["error_code"], one["source_error_code"]) if code),
             )
             for one in outcomes
         ],
@@ -74,8 +74,3 @@ def _status(run: TenantRun) -> str:
     if run.cancel_requested_at and run.finished_at is None:
         return "cancelling"
     return run.status
-
-
-def _reason(outcome: dict[str, Any]) -> str:
-    codes = [outcome["error_code"], outcome["source_error_code"]]
-    return " < ".join(code for code in codes if code)

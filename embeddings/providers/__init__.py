@@ -1,4 +1,4 @@
-"""Model servers by kind, behind one seam (`providers.base`)."""
+"""Model servers by kind, behind one interface (`providers.base`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from project.runtime import event_loop
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-# By name: an SDK takes longer to import than most commands take to run, and many of them call no provider.
+# By name: importing an SDK takes longer than most commands run, and many of them call no provider.
 _KINDS = {
     ProviderKind.OPENAI_COMPATIBLE: "embeddings.providers.openai_compatible.OpenAICompatibleProvider",
     ProviderKind.OLLAMA: "embeddings.providers.ollama.OllamaProvider",
@@ -28,14 +28,14 @@ _ADAPTERS_MAX = 64
 
 @dataclass(frozen=True)
 class _Kept:
-    """An adapter, and the configuration that it was made from."""
+    """An adapter and the configuration that it was made from."""
 
     made_from: tuple[int, str]
     adapter: EmbeddingProvider
 
 
 _lock = threading.Lock()
-# Keyed by process: a client does not survive a fork. The one that was used last stands last.
+# Keyed by process: a client does not survive a fork. Ordered by last use (LRU).
 _adapters: dict[tuple[int, int], _Kept] = {}
 
 

@@ -1,4 +1,4 @@
-"""What the lane and the drain need of a model server, whatever its kind."""
+"""The interface between the queue and a model server, the same for every provider kind."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from embeddings.errors import ProviderConfigurationError
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-# Sent where no key is configured: an SDK left without one looks for keys of its own in the environment.
+# Sent where no key is configured: without one, the SDK would take a key from the environment.
 NO_KEY = "not-needed"
 ERROR_BODY_MAX = 300
-# What only asks whether a server is there does not wait as a call does.
+# The deadline of a request that only asks whether a server is there.
 LIST_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True)
 class EmbeddingCall:
-    """One logical embedding call: retries within it count as its HTTP requests.
+    """One logical embedding call; its retries are further HTTP requests of the same call.
 
-    `left` is set once the first request's bytes are out; `deadline_s` bounds each HTTP request as a whole. A refusal of a
-    call that `may_test_format` may be answered by asking for another encoding. Nothing of a call that is `held` goes on
-    the wire before that is set, and its deadline runs from then.
+    `left` is set once the first request has been sent; `deadline_s` bounds each HTTP request as a whole. With
+    `may_test_format`, a refused call may be sent again with another encoding. With `held`, no byte is sent before that
+    event is set, and the deadline runs from then.
     """
 
     texts: Sequence[str]
@@ -43,20 +43,20 @@ class EmbeddingCall:
 
 @dataclass(frozen=True)
 class RawReply:
-    """A reply as it came over the wire; decoding waits until the slot is free. `calls` counts HTTP requests."""
+    """A reply as received; it is decoded after its slot is freed. `calls` counts HTTP requests."""
 
     body: bytes
     calls: int = 1
 
 
 class EmbeddingProvider(Protocol):
-    """The seam: one implementation a kind. Errors are typed here, `from` the transport's own."""
+    """One implementation for each kind. It translates the transport's errors into typed ones."""
 
     @property
     def refuses_base64(self) -> bool: ...
 
     async def retire(self) -> None:
-        """Closes its connections, once no call is out on them."""
+        """Closes its connections once no call uses them."""
         ...
 
     async def embed(self, call: EmbeddingCall) -> RawReply:
@@ -90,7 +90,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def scrubbed(body: str, *secrets: str) -> str:
-    """A provider's own words, fit for a row or a log: one line, bounded, without our key."""
+    """A provider's message, fit for a row or a log: one line, bounded, without our key."""
     for secret in secrets:
         if secret and secret != NO_KEY:
             body = body.replace(secret, "***")

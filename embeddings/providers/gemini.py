@@ -1,13 +1,14 @@
 """Gemini: `POST {base_url}/models/{model}:batchEmbedContents`, Google's own REST interface (docs/decisions/0004-gemini.md).
 
 A remote service, unqueued and uncapped: this kind makes no queued-provider guarantee. Several repositories may be in
-flight when one of them times out; the timeout notifies nobody and opens no circuit, and each outcome stands for itself.
+flight when one of them times out; the timeout notifies no owner and opens no circuit, and each outcome is decided alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -26,11 +27,11 @@ from embeddings.providers.http import (
     HttpClient,
     of_transport,
     post_json,
-    retry_after_ms,
     timeouts,
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.replies import bind, listed
 from embeddings.providers.retries import of_status, with_retries
 from embeddings.timeouts import ProviderTimeoutError
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 # The service's own limit on one request.
 TEXTS_MAX = 100
-# A wrong key is a 400 here, told from a refused text by the machine's reason in the error's details.
+# A wrong key is a 400 here. The reason code in the error's details distinguishes it from a refused text.
 _KEY_REASONS = frozenset({"API_KEY_INVALID", "API_KEY_SERVICE_BLOCKED"})
 
 
@@ -70,7 +71,8 @@ class GeminiProvider:
         calls = 0
         for start in range(0, len(call.texts), TEXTS_MAX):
             try:
-                reply = await self._part(call, call.texts[start : start + TEXTS_MAX])
+                texts = call.texts[start : start + TEXTS_MAX]
+                reply = await with_retries(call, partial(self._request, call, texts))
             except (ProviderError, ProviderTimeoutError) as error:
                 error.calls += calls
                 raise
@@ -79,7 +81,7 @@ class GeminiProvider:
         return RawReply(b"[" + b",".join(bodies) + b"]", calls)
 
     async def model_names(self) -> list[str]:
-        """Those of the service's first page, which holds a thousand."""
+        """The models of the service's first page, which holds a thousand."""
         url, headers = f"{self._base_url}/models?pageSize=1000", {"x-goog-api-key": self._key}
         got = self._client.get(url, headers=headers, timeout=timeouts(LIST_DEADLINE_S))
         models = listed(await self._answer(got, LIST_DEADLINE_S), "models", self._key)
@@ -93,9 +95,6 @@ class GeminiProvider:
                 raise ReplyRefused("not an embedding reply: it has no list of embeddings")
             vectors += [item.get("values") for item in items]
         return bind(vectors, expected, dimensions)
-
-    async def _part(self, call: EmbeddingCall, texts: Sequence[str]) -> RawReply:
-        return await with_retries(call, lambda: self._request(call, texts))
 
     async def _request(self, call: EmbeddingCall, texts: Sequence[str]) -> bytes:
         model = call.model.removeprefix("models/")
@@ -130,7 +129,7 @@ class GeminiProvider:
 
 
 def _error(response: httpx2.Response) -> dict[str, Any]:
-    """Google's `{"error": {"code", "message", "status", "details"}}`; empty where the answer is something else."""
+    """The `error` of Google's `{"error": {"code", "message", "status", "details"}}`; empty for any other reply."""
     try:
         body = json.loads(response.content)
     except (ValueError, RecursionError):
@@ -145,7 +144,7 @@ def _details(error: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _retry_delay_ms(details: Sequence[dict[str, Any]]) -> int | None:
-    """The patience that Google asks for in the body, such as `"retryDelay": "34s"`."""
+    """The delay that Google asks for in the body, such as `"retryDelay": "34s"`."""
     for detail in details:
         delay = detail.get("retryDelay")
         if isinstance(delay, str) and delay.endswith("s"):

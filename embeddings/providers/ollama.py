@@ -17,11 +17,11 @@ from embeddings.providers.http import (
     HttpClient,
     of_transport,
     post_json,
-    retry_after_ms,
     timeouts,
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.replies import bind, listed
 from embeddings.providers.retries import Wordings, of_status, with_retries
 from embeddings.timeouts import ProviderTimeoutError
@@ -29,7 +29,7 @@ from embeddings.timeouts import ProviderTimeoutError
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-# How Ollama says that a model could not be loaded.
+# Ollama's error messages for a model that could not be loaded.
 _NOT_LOADED_WORDS: Wordings = {
     500: (("model failed to load",), ("llama runner process has terminated",)),
 }
@@ -62,14 +62,14 @@ class OllamaProvider:
         return str((await self._get("/api/version")).get("version", ""))
 
     async def model_names(self) -> list[str]:
-        """Those that the server has pulled."""
+        """The models that the server has pulled."""
         models = (await self._get("/api/tags")).get("models")
         if not isinstance(models, list):
             raise ReplyRefused("/api/tags answered no list of models")
         return [str(model["name"]) for model in models if isinstance(model, dict) and "name" in model]
 
     async def _request(self, call: EmbeddingCall) -> bytes:
-        # Ollama would otherwise embed the front of a text that is too long, and nobody would know.
+        # Without this, Ollama embeds only the start of a text that is too long, and reports no error.
         body = {"model": call.model, "input": list(call.texts), "truncate": False}
         posted = post_json(self._client, f"{self._base_url}/api/embed", body, bearer(self._key), call.deadline_s)
         try:
@@ -103,7 +103,7 @@ class OllamaProvider:
 
 
 def _words(response: httpx2.Response) -> str:
-    """Ollama's `{"error": "..."}`, or whatever a proxy before it said."""
+    """The message of Ollama's `{"error": "..."}`, or the whole body, which a proxy may have sent."""
     try:
         body = json.loads(response.content)
     except (ValueError, RecursionError):

@@ -19,11 +19,11 @@ from embeddings.providers.base import LIST_DEADLINE_S, EmbeddingCall, RawReply, 
 from embeddings.providers.http import (
     HttpClient,
     of_transport,
-    retry_after_ms,
     timeouts,
     watch_departure,
     within_deadline,
 )
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.replies import bind, in_order, listed
 from embeddings.providers.retries import Wordings, of_status, with_retries
 from embeddings.timeouts import OpenAICompatibleRequestTimeout
@@ -31,7 +31,7 @@ from embeddings.timeouts import OpenAICompatibleRequestTimeout
 if TYPE_CHECKING:
     from embeddings.models import Provider
 
-# How llama.cpp and LM Studio say that a model is not loaded.
+# The error messages of llama.cpp and LM Studio for a model that is not loaded.
 _NOT_LOADED_WORDS: Wordings = {
     400: (("Model was unloaded",), ("Failed to load model", "Operation canceled")),
     503: (("Loading model",),),
@@ -59,7 +59,7 @@ class OpenAICompatibleProvider:
 
     @property
     def refuses_base64(self) -> bool:
-        """Whether this server was seen to refuse `encoding_format`: it is asked without from then on."""
+        """Whether this server has refused `encoding_format`, so that calls no longer send it."""
         return self._format.refused
 
     async def retire(self) -> None:
@@ -114,10 +114,10 @@ class OpenAICompatibleProvider:
 
 
 class _Format:
-    """Whether the server takes `encoding_format`: base64 is asked for, since parsing floats costs more than the wire.
+    """Whether the server accepts `encoding_format`. Base64 is preferred, since parsing floats costs more than sending them.
 
-    A refusal that comes before base64 was ever accepted may be about the format: a call that may test it is sent once
-    more without, and what then works is remembered.
+    A refusal before base64 was ever accepted may be about the format: a call that may test this is sent once more
+    without it, and if that works, the format is never sent again.
     """
 
     def __init__(self, refused: bool) -> None:

@@ -1,6 +1,6 @@
-"""Retries inside one embedding task, alike for every kind: each is a decision, counted and bounded (docs/architecture.md).
+"""Retries within one embedding task, the same for every provider kind, counted and bounded (docs/architecture.md).
 
-Only the failure that is left after them is the task's own, and only that may be a final provider timeout.
+Only the failure that remains after them is the task's own, and only that one may be a final provider timeout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL_LOAD_RETRIES, MODEL_LOAD_PAUSE_S = 3, 0.5
 CONTENTION_RETRIES, CONTENTION_PAUSE_S = 2, 1.0
 CONTENTION_STATUS = frozenset({408, 429, 503, 504})
 TEXT_STATUS = frozenset({400, 413, 422})
-# What a server says of a model that is not loaded, by status; all words of a row must be there.
+# Messages for a model that is not loaded, by status: all words of one row must occur.
 Wordings = Mapping[int, Sequence[Sequence[str]]]
 
 
@@ -35,7 +35,7 @@ async def with_retries(
     send: Callable[[], Awaitable[bytes]],
     again_at_once: Callable[[Exception], bool] = lambda error: False,
 ) -> RawReply:
-    """Sends until there is a reply or a final failure; the reply and the error carry the count of HTTP requests."""
+    """Sends until there is a reply or a final failure; both carry the number of HTTP requests."""
     calls = loads = contentions = lost = 0
     while True:
         calls += 1
@@ -69,14 +69,16 @@ def retry_pause_s(error: Exception, is_interactive: bool, loads: int, contention
 def of_status(
     status: int, said: str, key_name: str, retry_after_ms: int | None, not_loaded: Wordings | None = None
 ) -> ProviderError:
-    """The typed error of an answer other than 200; `said` is scrubbed and bounded.
+    """The typed error of a status other than 200; `said` is scrubbed and bounded.
 
-    By its status alone, but for kinds that load their models: those say by a 404, or in the words of their own table
-    `not_loaded`, that one is not loaded.
+    The status alone decides, except for kinds that load models on demand: a 404, or the words in their table
+    `not_loaded`, mean that the model is not loaded.
     """
     message = f"the provider answered {status}: {said}" if said else f"the provider answered {status}"
-    if not_loaded is not None and _is_not_loaded(status, said, not_loaded):
-        return ModelNotLoaded(message, status=status)
+    if not_loaded is not None:
+        rows = not_loaded.get(status, ())
+        if status == 404 or any(all(word in said for word in words) for words in rows):
+            return ModelNotLoaded(message, status=status)
     if status in (401, 403):
         variable = key_name or "no variable: set --api-key-env"
         return ProviderUnauthorized(f"{message} (its key comes from {variable})", status=status)
@@ -87,7 +89,3 @@ def of_status(
     if status == 500:
         return ServerFailed(message, status=status)
     return UnexpectedStatus(message, status=status)
-
-
-def _is_not_loaded(status: int, said: str, wordings: Wordings) -> bool:
-    return status == 404 or any(all(word in said for word in words) for words in wordings.get(status, ()))

@@ -6,7 +6,7 @@ change the old generation is searched until the new one is complete; vectors of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,10 @@ def search(
             generation.provider, [query], generation=generation, is_cancelled=is_cancelled
         )
         ranked.append(nearest(tenant.pk, generation.pk, vectors[0], limit))
-    return _hits(tenant, _interleaved(ranked)[:limit])
+    # Lists of several models are merged by rank, because similarities of two models do not compare.
+    longest = max(map(len, ranked), default=0)
+    merged = [one[place] for place in range(longest) for one in ranked if place < len(one)]
+    return _hits(tenant, merged[:limit])
 
 
 def _nearest_in_database(tenant_id: int, generation_id: int, query: np.ndarray, limit: int) -> Ranked:
@@ -81,14 +84,6 @@ def _nearest_in_database(tenant_id: int, generation_id: int, query: np.ndarray, 
     )
     # The distance of a zero vector is NaN.
     return [(row_id, 1.0 - distance) for row_id, distance in rows[:limit] if distance == distance]
-
-
-def _interleaved(ranked: Sequence[Ranked]) -> Ranked:
-    """Merges the models' lists by rank, because similarities of two models do not compare."""
-    if len(ranked) == 1:
-        return ranked[0]
-    longest = max((len(one) for one in ranked), default=0)
-    return [one[place] for place in range(longest) for one in ranked if place < len(one)]
 
 
 def _hits(tenant: Tenant, ranked: Ranked) -> list[SearchHit]:

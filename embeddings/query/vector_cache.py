@@ -70,7 +70,14 @@ def _matrix(tenant_id: int, generation_id: int) -> _Matrix:
         if cached is not None and cached.revisions == revisions:
             _cache.move_to_end(key)
             return cached
-    matrix = _read(tenant_id, generation_id, revisions)
+    rows = list(searchable(tenant_id, generation_id).values_list("pk", "vector"))
+    vectors = np.stack([vector for _, vector in rows if vector is not None]) if rows else np.empty((0, 0), np.float32)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    matrix = _Matrix(
+        revisions,
+        np.array([row_id for row_id, _ in rows], dtype=np.int64),
+        np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0),
+    )
     with _lock:
         _cache.pop(key, None)
         if matrix.size <= settings.SEARCH_CACHE_BYTES:
@@ -78,16 +85,3 @@ def _matrix(tenant_id: int, generation_id: int) -> _Matrix:
         while sum(each.size for each in _cache.values()) > settings.SEARCH_CACHE_BYTES:
             _cache.popitem(last=False)
     return matrix
-
-
-def _read(tenant_id: int, generation_id: int, revisions: Revisions) -> _Matrix:
-    rows = list(searchable(tenant_id, generation_id).values_list("pk", "vector"))
-    if not rows:
-        return _Matrix(revisions, np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32))
-    vectors = np.stack([vector for _, vector in rows if vector is not None])
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return _Matrix(
-        revisions,
-        np.array([row_id for row_id, _ in rows], dtype=np.int64),
-        np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0),
-    )

@@ -1,4 +1,4 @@
-"""Tenants, keys, providers and repositories: the verbs that every door calls (docs/architecture.md, Commands).
+"""Tenants, keys, providers and repositories: the verbs that every entry point calls (docs/architecture.md, Commands).
 
 The commands, the admin and the endpoints parse, call one of these, and render.
 """
@@ -10,8 +10,8 @@ from embeddings.registry.names import (
     find_repository,
     find_tenant,
     match_repositories,
+    require_sweepable,
     select_repositories,
-    sweepable,
 )
 from embeddings.registry.providers import (
     ProviderChange,
@@ -56,6 +56,7 @@ __all__ = [
     "remove_repository",
     "remove_tenant",
     "repository_notes",
+    "require_sweepable",
     "resume_provider",
     "revoke_key",
     "save_provider",
@@ -65,5 +66,4 @@ __all__ = [
     "set_provider",
     "set_repository",
     "set_tenant",
-    "sweepable",
 ]

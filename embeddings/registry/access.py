@@ -10,7 +10,7 @@ from ninja.security import HttpBearer
 from embeddings.errors import SluicegateError
 from embeddings.models import Tenant
 from embeddings.registry import KeyScope, allows, authenticate
-from project.runtime.database_threads import in_database, in_line
+from project.runtime.database_threads import in_database, in_fifo
 
 
 class KeyRefused(SluicegateError):
@@ -20,13 +20,13 @@ class KeyRefused(SluicegateError):
 
 
 class KeyLacksScope(SluicegateError):
-    """The key does not open this endpoint."""
+    """The key lacks the endpoint's scope."""
 
     code = "insufficient_scope"
 
 
 class NotFound(SluicegateError):
-    """The tenant has no such thing; whether another tenant has one is not said."""
+    """The tenant has no such object. The reply does not reveal whether another tenant has one."""
 
     code = "not_found"
 
@@ -34,12 +34,12 @@ class NotFound(SluicegateError):
 class TenantKey(HttpBearer):
     """`request.auth` becomes the Tenant whose key was sent, with its providers. Raises KeyRefused, KeyLacksScope.
 
-    `starts`: the endpoint starts a turn, and the key is looked up in line with what else does.
+    `starts`: the endpoint starts a turn, so its key is looked up in the FIFO executor, where the turn is stored next.
     """
 
     def __init__(self, scope: KeyScope, *, starts: bool = False) -> None:
         self.scope = scope
-        self._ask = in_line if starts else in_database
+        self._ask = in_fifo if starts else in_database
         super().__init__()
 
     async def authenticate(self, request: HttpRequest, token: str) -> Tenant:
@@ -52,6 +52,6 @@ class TenantKey(HttpBearer):
 
 
 def caller(request: Any) -> Tenant:
-    """The tenant that `TenantKey` has found."""
+    """The tenant that `TenantKey` authenticated."""
     tenant: Tenant = request.auth
     return tenant

@@ -1,4 +1,4 @@
-"""A provider's base URL: one spelling for one server, so that no server gets two lanes (docs/architecture.md, Data)."""
+"""A provider's base URL: one spelling for one server, so that none gets two lanes (docs/architecture.md, Data and states)."""
 
 from __future__ import annotations
 

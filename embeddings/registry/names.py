@@ -1,4 +1,4 @@
-"""From the names that people type to rows; an unknown name lists what there is."""
+"""Looks rows up by the names that people type; the error for an unknown name lists the known ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from django.db.models import Q, QuerySet
 
 from embeddings.errors import UsageError
 from embeddings.models import Provider, Repository, Tenant
+from embeddings.runs.schedule import sweepable
 
 _NAMES_SHOWN = 20
 
@@ -58,13 +59,14 @@ def select_repositories(tenants: Sequence[str] = (), repositories: Sequence[str]
         find_active_tenant(slug)
     for name in dict.fromkeys(repositories):
         _check_sweepable(_named_repository(name))
-    return sweepable(match_repositories(tenants, repositories))
+    return require_sweepable(match_repositories(tenants, repositories))
 
 
-def sweepable(candidates: QuerySet[Repository]) -> list[Repository]:
-    """Those of the candidates that a sweep may take. Raises UsageError that says what to do where none is."""
+def require_sweepable(candidates: QuerySet[Repository]) -> list[Repository]:
+    """The candidates that a sweep may take. Raises UsageError, with the command to use, if there are none."""
     present = candidates.filter(removed_at=None).select_related("tenant__embedding_provider")
-    chosen = list(present.filter(_SWEEPABLE).order_by("tenant__slug", "slug"))
+    may_be_swept = present.filter(pk__in=sweepable(), tenant__embedding_provider__isnull=False)
+    chosen = list(may_be_swept.order_by("tenant__slug", "slug"))
     if not chosen:
         raise _nothing_to_sweep(present)
     return chosen
@@ -86,9 +88,6 @@ def match_repositories(tenants: Sequence[str] = (), repositories: Sequence[str] 
 def present_repositories() -> QuerySet[Repository]:
     """Repositories that are not removed, with tenant and providers."""
     return Repository.objects.filter(removed_at=None).select_related("tenant__embedding_provider")
-
-
-_SWEEPABLE = Q(enabled=True, tenant__is_active=True, tenant__embedding_provider__isnull=False)
 
 
 def _named_repository(name: str) -> Repository:

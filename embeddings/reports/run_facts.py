@@ -1,4 +1,4 @@
-"""What the commands and the admin show of runs, and of rows that no provider takes."""
+"""What commands, the API and the admin show of runs, their outcomes, and undeliverable rows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from embeddings.models import KnowledgeRow, Repository, RepositoryOutcome, Tenan
 from embeddings.states import OUTCOME_UNFINISHED, CircuitState, OutcomeStatus
 
 _FAILED = (OutcomeStatus.FAILED, OutcomeStatus.INTERRUPTED)
+_COUNTS = ("provider_calls", "files", "rows", "embedded", "reused", "pending", "deleted", "undeliverable")
 _PUT_OFF = (OutcomeStatus.DEFERRED, OutcomeStatus.SKIPPED, OutcomeStatus.CANCELLED)
 
 
@@ -41,7 +42,8 @@ def runs() -> QuerySet[TenantRun]:
 def find_run(text: str) -> TenantRun:
     """The run whose public id begins with `text`. Raises UsageError where there is none, or more than one."""
     wanted = text.strip().lower()
-    found = list(runs().filter(public_id__startswith=wanted)[:2]) if _is_id_start(wanted) else []
+    is_id_start = bool(wanted) and set(wanted) <= set("0123456789abcdef-")
+    found = list(runs().filter(public_id__startswith=wanted)[:2]) if is_id_start else []
     if not found:
         raise UsageError(f"There is no run {text!r}: `manage.py runs list` shows the newest.")
     if len(found) > 1:
@@ -77,6 +79,40 @@ def run_facts(run: Any) -> dict[str, Any]:
         "created_at": run.created_at,
         "started_at": run.started_at,
         "finished_at": run.finished_at,
+    }
+
+
+def report(run: TenantRun) -> dict[str, Any]:
+    """`sweep --json` and `runs show --json`: the run, its circuit, and every outcome (docs/architecture.md, Commands)."""
+    outcomes = list(run.outcomes.order_by("pk"))
+    circuit = run.circuit
+    return {
+        "id": str(run.public_id),
+        "provider": run.provider.name,
+        "status": run.status,
+        "circuit": {
+            "state": circuit.state,
+            "reason_code": circuit.reason_code,
+            "source_error_code": circuit.source_error_code,
+            "opened_by": circuit.opened_by,
+        },
+        "provider_calls": sum(outcome.provider_calls for outcome in outcomes),
+        "outcomes": [outcome_report(outcome) for outcome in outcomes],
+    }
+
+
+def outcome_report(outcome: RepositoryOutcome) -> dict[str, Any]:
+    """One outcome; `seconds` runs from the start of its scan to its decision."""
+    return {
+        "tenant": outcome.tenant_slug,
+        "repository": outcome.repository_slug,
+        "status": outcome.status,
+        "error_code": outcome.error_code,
+        "source_error_code": outcome.source_error_code,
+        "error_detail": outcome.error_detail,
+        **{name: getattr(outcome, name) for name in _COUNTS},
+        "skipped": outcome.skipped,
+        "seconds": round(_elapsed_s(outcome) or 0.0, 3),
     }
 
 
@@ -157,9 +193,8 @@ def row_facts(row: KnowledgeRow) -> dict[str, Any]:
 
 def seconds_of(run: TenantRun) -> float | None:
     """How long the run took, or has taken so far; None before it started."""
-    if run.started_at is None:
-        return None
-    return round(((run.finished_at or timezone.now()) - run.started_at).total_seconds(), 1)
+    elapsed = _elapsed_s(run)
+    return None if elapsed is None else round(elapsed, 1)
 
 
 def reason(outcome: RepositoryOutcome) -> str:
@@ -169,10 +204,12 @@ def reason(outcome: RepositoryOutcome) -> str:
 
 def outcome_seconds(outcome: RepositoryOutcome) -> str:
     """How long the outcome took, or has taken so far; a dash before its scan."""
-    if outcome.started_at is None:
-        return "-"
-    return f"{((outcome.finished_at or timezone.now()) - outcome.started_at).total_seconds():.1f}"
+    elapsed = _elapsed_s(outcome)
+    return "-" if elapsed is None else f"{elapsed:.1f}"
 
 
-def _is_id_start(text: str) -> bool:
-    return bool(text) and set(text) <= set("0123456789abcdef-")
+def _elapsed_s(row: TenantRun | RepositoryOutcome) -> float | None:
+    """Seconds from the row's start to its end, or to now; None before it started."""
+    if row.started_at is None:
+        return None
+    return ((row.finished_at or timezone.now()) - row.started_at).total_seconds()

@@ -15,7 +15,7 @@ from django.db.models import QuerySet
 from embeddings.models import RepositoryOutcome, Tenant, TenantRun
 from embeddings.registry import select_repositories
 from embeddings.registry.access import NotFound
-from embeddings.reports.report import outcome_report
+from embeddings.reports.run_facts import outcome_report
 from embeddings.runs import sweep, transitions
 from embeddings.states import OUTCOME_UNFINISHED, RunStatus, RunTrigger
 

@@ -1,4 +1,4 @@
-"""Leases kept alive: one keeper thread per process renews whatever this process holds (docs/architecture.md, Shape)."""
+"""Leases kept alive: one keeper thread in each process, for all that it holds (docs/architecture.md, Data and states)."""
 
 from __future__ import annotations
 
@@ -6,61 +6,87 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from django.conf import settings
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections
 
 logger = logging.getLogger(__name__)
 
-Renew = Callable[[], bool]
+# A call that failed is tried again soon: a lease lasts three intervals.
+_TRY_AGAIN_S = 1.0
+# Between calls that are further apart than this, the keeper holds no connection.
+_CONNECTION_KEPT_S = 1.0
+
+
+@dataclass(eq=False)
+class _Repeated:
+    call: Callable[[], bool]
+    every_s: float
+    due_at: float
+
 
 _lock = threading.Lock()
-_kept: dict[object, Renew] = {}
+_repeated: set[_Repeated] = set()
+_wake = threading.Event()
+_sleeps_until = 0.0
 _keeper_of: dict[str, int] = {}
 
 
+def kept(renew: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
+    """While inside, calls `renew` every `LEASE_RENEW_MS`; once it returns False the lease is gone, and it is called no more."""
+    return repeated(renew, settings.LEASE_RENEW_MS / 1000)
+
+
 @contextlib.contextmanager
-def kept(renew: Renew) -> Iterator[None]:
-    """While inside, calls `renew` every `LEASE_RENEW_MS`; once it returns False, the lease is gone and is let go."""
-    key = object()
+def repeated(call: Callable[[], bool], every_s: float) -> Iterator[None]:
+    """While inside, the keeper calls `call` every `every_s` seconds, until it returns False. What it raises is logged."""
+    mine = _Repeated(call, every_s, time.monotonic() + every_s)
     with _lock:
-        _kept[key] = renew
-        _ensure_keeper()
+        _repeated.add(mine)
+        # Keyed by process: a thread does not survive a fork.
+        if _keeper_of.get("pid") != os.getpid():
+            _keeper_of["pid"] = os.getpid()
+            threading.Thread(target=_keep, name="sluicegate-keeper", daemon=True).start()
+        elif mine.due_at < _sleeps_until:
+            _wake.set()
     try:
         yield
     finally:
         with _lock:
-            _kept.pop(key, None)
+            _repeated.discard(mine)
 
 
-def renew_all() -> None:
-    """One round of the keeper."""
+def call_due(now: float) -> None:
+    """One round of the keeper: each call that is due by `now` (monotonic seconds)."""
     with _lock:
-        round_ = list(_kept.items())
-    for key, renew in round_:
+        due = [each for each in _repeated if each.due_at <= now]
+    for each in due:
+        each.due_at = now + each.every_s
         try:
-            still_held = renew()
-        except (DatabaseError, InterfaceError) as error:
-            # The next round tries again; if the database stays away, the lease is rightly lost.
-            logger.warning("a lease could not be renewed: %s", type(error).__name__)
+            goes_on = each.call()
+        except Exception as error:
+            # Whatever one call raises, the other leases of this process must be renewed.
+            logger.warning("the keeper's call failed, trying again: %s", type(error).__name__)
             connections.close_all()
+            each.due_at = now + min(_TRY_AGAIN_S, each.every_s)
             continue
-        if not still_held:
+        if not goes_on:
             with _lock:
-                _kept.pop(key, None)
-
-
-def _ensure_keeper() -> None:
-    # Keyed by process: a thread does not survive a fork.
-    if _keeper_of.get("pid") != os.getpid():
-        _keeper_of["pid"] = os.getpid()
-        threading.Thread(target=_keep, name="sluicegate-keeper", daemon=True).start()
+                _repeated.discard(each)
 
 
 def _keep() -> None:
-    pause = threading.Event()
-    while not pause.wait(settings.LEASE_RENEW_MS / 1000):
-        renew_all()
-        # Between rounds the keeper holds no connection.
-        connections.close_all()
+    global _sleeps_until
+    while True:
+        with _lock:
+            _sleeps_until = min((each.due_at for each in _repeated), default=float("inf"))
+        pause_s = _sleeps_until - time.monotonic()
+        if pause_s > _CONNECTION_KEPT_S:
+            connections.close_all()
+        if _wake.wait(None if pause_s == float("inf") else max(0.0, pause_s)):
+            _wake.clear()
+        else:
+            call_due(time.monotonic())

@@ -35,7 +35,7 @@ class ModelFront:
         return await asyncio.start_server(self._serve, "127.0.0.1", port, limit=_HEAD_BYTES_MAX)
 
     async def stop(self) -> None:
-        """Hang up on whoever is still connected."""
+        """Close the remaining connections."""
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
@@ -47,7 +47,7 @@ class ModelFront:
         try:
             await self._answer(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # whoever hung up has no use for an answer
+            pass  # the client has disconnected
         except asyncio.CancelledError:
             pass  # the front stops
         finally:

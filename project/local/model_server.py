@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import os
 import selectors
@@ -74,11 +75,10 @@ class ModelServer:
             stderr=self._log,
             start_new_session=True,
         )
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.stop)
             self.base_url = self._wait_until_ready(self._process)
-        except BaseException:
-            self.stop()
-            raise
+            on_failure.pop_all()
         return self
 
     def __exit__(
@@ -151,7 +151,8 @@ async def _serve(directory: Path, port: int, until_stdin_closes: bool) -> None:
         listener = await front.start(port)
     except OSError as error:
         raise LocalModelsError(f"port {port} on 127.0.0.1 cannot be had: {error.strerror}") from error
-    _say(f"{_READY_WORD}: {EMBEDDING_MODEL} and {CHAT_MODEL} at http://127.0.0.1:{_port_of(listener)}/v1")
+    bound_port = listener.sockets[0].getsockname()[1]
+    _say(f"{_READY_WORD}: {EMBEDDING_MODEL} and {CHAT_MODEL} at http://127.0.0.1:{bound_port}/v1")
     await stopping.wait()
     listener.close()
     await front.stop()
@@ -198,7 +199,7 @@ def _llama(model: Path, options: dict[str, Any]) -> Any:
 
 
 def _wait_until_its_queue_runs(port: int) -> None:
-    """A server that is ended before its queue runs never ends. Its slots are told by the queue, its health is not."""
+    """Waits for `/slots`, which the queue answers (`/health` does not): a server stopped before its queue runs never stops."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_TIMEOUT_S)
     try:
         connection.request("GET", "/slots")
@@ -214,10 +215,6 @@ def _port(server: Any) -> int:
     if port is None:
         raise LocalModelsError(f"llama.cpp names no port: {server.listening_address}")
     return port
-
-
-def _port_of(listener: asyncio.Server) -> int:
-    return int(listener.sockets[0].getsockname()[1])
 
 
 def _line_within(stream: IO[bytes], timeout_s: float) -> str:

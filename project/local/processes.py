@@ -52,7 +52,7 @@ def foreground(command: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         return process.wait()
     except KeyboardInterrupt:
-        # The terminal has told the child too: let it end in its own way.
+        # The terminal signals the child too: let it shut down by itself.
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(_STOP_TIMEOUT_S)
         raise
@@ -93,7 +93,7 @@ def is_free(port: int) -> bool:
 
 
 def _send(process: subprocess.Popen[bytes], number: signal.Signals, *, whole_group: bool) -> None:
-    # A group of which nobody is left is what was wanted.
+    # The group has ended already.
     with contextlib.suppress(ProcessLookupError):
         if whole_group:
             os.killpg(process.pid, number)

@@ -1,9 +1,12 @@
-"""ORM calls of processes that wait for much: a few threads with connections of their own, whoever waits (leaf).
+"""Executors that bound a process's database connections (leaf).
 
-The web's loop follows hundreds of logs, and a worker's threads follow hundreds of providers. None of them holds a
-connection: their short calls take turns in these threads. What starts and ends turns stands in line
-(docs/decisions/0012-a-start-is-finished-before-the-next-begins.md); what asks somebody else than the database, and may
-wait for an answer, has threads of its own.
+The web process follows hundreds of event logs and a worker hundreds of provider calls; neither holds a connection while
+it waits. Each kind of ORM call has an executor of its own, so that a slow kind never delays another:
+
+* `in_database`: short reads and writes, in a few threads that keep their connections;
+* `in_fifo`: the calls that start and end turns; the oldest request first
+  (docs/decisions/0012-a-start-is-finished-before-the-next-begins.md has the measurements);
+* `in_waiting_thread`: calls that also wait for Valkey, the broker or a provider.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 4
-# SQLite has one writer, and whoever waits for it sleeps for longer and longer: of each process one thread does. Elsewhere one
-# works while the other waits for the server; more would only take the interpreter from the starts before theirs.
-LINE_THREADS = 1 if connection.vendor == "sqlite" else 2
+# SQLite has one writer, and a connection that waits for its lock sleeps longer after each attempt: so one thread per process.
+# On PostgreSQL one thread works while the other waits for the server; more would compete with older starts for the GIL.
+FIFO_THREADS = 1 if connection.vendor == "sqlite" else 2
 WAITING_THREADS = 64
 _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="database")
-_line_pool = ThreadPoolExecutor(LINE_THREADS, thread_name_prefix="line")
+_fifo_pool = ThreadPoolExecutor(FIFO_THREADS, thread_name_prefix="fifo")
 _waiting_pool = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="waiting")
 
 
@@ -39,40 +42,44 @@ async def in_database(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     return await asyncio.get_running_loop().run_in_executor(_pool, lambda: _with_connection(call, *args, **kwargs))
 
 
-async def in_line(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same for what starts a turn. Of the tasks that wait, the one that was the first to stand in line is next."""
-    async with _line():
+async def in_fifo(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The same for the calls that start a turn. A task keeps its place: its second call precedes newer tasks' first."""
+    async with _fifo_places():
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_line_pool, lambda: _with_connection(call, *args, **kwargs))
+        return await loop.run_in_executor(_fifo_pool, lambda: _with_connection(call, *args, **kwargs))
 
 
-def in_line_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same for a thread, which waits for it: first come, first served."""
-    return _line_pool.submit(lambda: _with_connection(call, *args, **kwargs)).result()
+def in_fifo_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The same for synchronous code, which blocks until its call is done."""
+    return _fifo_pool.submit(lambda: _with_connection(call, *args, **kwargs)).result()
 
 
 async def in_waiting_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same for a call that waits for somebody else, too. Its thread keeps no connection when it is done."""
-    return await asyncio.get_running_loop().run_in_executor(_waiting_pool, lambda: _and_close(call, *args, **kwargs))
+    """The same for a call that also waits for another server. Its connections are closed when it returns."""
+
+    def call_and_close() -> T:
+        try:
+            return call(*args, **kwargs)
+        finally:
+            connections.close_all()
+
+    return await asyncio.get_running_loop().run_in_executor(_waiting_pool, call_and_close)
 
 
 def close_connections() -> None:
-    """Closes the connections of the threads, which open new ones when they are asked again."""
-    for pool, threads in ((_pool, THREADS), (_line_pool, LINE_THREADS)):
-        if pool._threads:
-            _close_connections(pool, threads)
+    """Closes the connections of both executors' threads, which open new ones at their next call."""
+    for pool, threads in ((_pool, THREADS), (_fifo_pool, FIFO_THREADS)):
+        if not pool._threads:
+            continue
+        # Each thread waits until all have closed theirs: otherwise one thread could take two of these calls.
+        met = threading.Barrier(threads)
 
+        def close(met: threading.Barrier = met) -> None:
+            connections.close_all()
+            met.wait()
 
-def _close_connections(pool: ThreadPoolExecutor, threads: int) -> None:
-    met = threading.Barrier(threads)
-
-    def close() -> None:
-        connections.close_all()
-        # No thread takes a second of these calls before each has had one.
-        met.wait()
-
-    for closing in [pool.submit(close) for _ in range(threads)]:
-        closing.result()
+        for closing in [pool.submit(close) for _ in range(threads)]:
+            closing.result()
 
 
 def _with_connection(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -80,18 +87,11 @@ def _with_connection(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
     return call(*args, **kwargs)
 
 
-def _and_close(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    try:
-        return call(*args, **kwargs)
-    finally:
-        connections.close_all()
-
-
-class _Line:
-    """Room for so many calls of a loop at once; of the tasks that wait, the one that first stood here is next."""
+class _FifoPlaces:
+    """A semaphore of `FIFO_THREADS` places. Its waiters are ordered by their tasks' first call."""
 
     def __init__(self) -> None:
-        self._room = LINE_THREADS
+        self._free = FIFO_THREADS
         self._numbers = itertools.count()
         self._began: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
@@ -100,8 +100,8 @@ class _Line:
         number, task = next(self._numbers), asyncio.current_task()
         assert task is not None  # noqa: S101 - a coroutine runs in one
         began = self._began.setdefault(task, number)
-        if self._room:
-            self._room -= 1
+        if self._free:
+            self._free -= 1
             return
         place = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (began, number, place))
@@ -121,7 +121,7 @@ class _Line:
             if not place.done():
                 place.set_result(None)
                 return
-        self._room += 1
+        self._free += 1
 
 
-_line = PerLoop(_Line)
+_fifo_places = PerLoop(_FifoPlaces)

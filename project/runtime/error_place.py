@@ -1,4 +1,4 @@
-"""What a log may say of an error: its class and where it was raised. Its message may hold a tenant's text."""
+"""Describes an error for a log by class and place alone: its message may contain a tenant's text."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     future = submit(coroutine)
     try:
         return future.result()
-    except BaseException:
+    finally:
+        # Cancels nothing once the coroutine has returned.
         future.cancel()
-        raise
 
 
 class PerLoop(Generic[T]):

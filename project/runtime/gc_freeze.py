@@ -1,4 +1,4 @@
-"""What a process has loaded lasts as long as it does: the garbage collector's full rounds leave it out.
+"""Excludes everything a process has loaded at its start from the garbage collector's full collections.
 
 A full round over all of Django and the SDK takes a tenth of a second, in which every stream of the process stands still.
 """

@@ -31,38 +31,39 @@ Reply = TypeVar("Reply", HttpResponse, StreamingHttpResponse)
 _SSE = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def completion(found: ChatTurn) -> HttpResponse:
+async def completion(turn: ChatTurn) -> HttpResponse:
     """The whole answer as a `chat.completion`, or the error that it ended with. A hang-up cancels the turn."""
-    async with cancelled_by_hang_up(found), aclosing(follow(found)) as followed:
+    async with cancelled_by_hang_up(turn), aclosing(follow(turn)) as followed:
         async for _ in followed:
             pass
-    ended = await latest(found)
+    ended = await latest(turn)
     if ended.state == TurnState.COMPLETED or ended.error_code == codes.ANSWER_TOO_LONG:
         choices = [{**choice, "finish_reason": choice["finish_reason"] or "length"} for choice in ended.choices]
-        return _with_turn(found, JsonResponse(_shape(found).completion(choices, ended.usage, ended.sources)))
-    return _error(found, transitions.end_data(transitions.ending_of(ended)))
+        return _with_turn(turn, JsonResponse(_shape(turn).completion(choices, ended.usage, ended.sources)))
+    return _error(turn, transitions.end_data(transitions.ending_of(ended)))
 
 
-async def completion_stream(found: ChatTurn, *, include_usage: bool) -> HttpResponse | StreamingHttpResponse:
+async def completion_stream(turn: ChatTurn, *, include_usage: bool) -> HttpResponse | StreamingHttpResponse:
     """The answer as chunks. The status waits for the first thing delivered, or the error; after 10 s it is a 200."""
-    stream = sse.OpenAIStream(_shape(found), include_usage=include_usage)
-    followed = follow(found)
-    async with cancelled_by_hang_up(found):
+    stream = sse.OpenAIStream(_shape(turn), include_usage=include_usage)
+    followed = follow(turn)
+    async with cancelled_by_hang_up(turn):
         begun = await _until_delivered(followed)
-    if begun and begun[-1].is_end and _is_failure(begun):
-        return _error(found, begun[-1].data)
-    body = _ChunkBody(found, followed, stream, begun)
-    return _with_turn(found, StreamingHttpResponse(body, headers=_SSE))
+    has_text = any(event.type == events.DELTA for event in begun)
+    if begun and begun[-1].is_end and begun[-1].data["state"] != TurnState.COMPLETED and not has_text:
+        return _error(turn, begun[-1].data)
+    body = _ChunkBody(turn, followed, stream, begun)
+    return _with_turn(turn, StreamingHttpResponse(body, headers=_SSE))
 
 
-def event_stream(found: ChatTurn, after: int) -> StreamingHttpResponse:
+def event_stream(turn: ChatTurn, after: int) -> StreamingHttpResponse:
     """The native stream of a turn's events after seq `after`. A hang-up does nothing to the turn."""
-    return StreamingHttpResponse(_native(found, after), headers=_SSE)
+    return StreamingHttpResponse(_native(turn, after), headers=_SSE)
 
 
-async def _native(found: ChatTurn, after: int) -> AsyncIterator[bytes]:
+async def _native(turn: ChatTurn, after: int) -> AsyncIterator[bytes]:
     said_at = time.monotonic()
-    async with aclosing(follow(found, after)) as followed:
+    async with aclosing(follow(turn, after)) as followed:
         async for event in followed:
             if event.type != events.TICK:
                 yield sse.native(event)
@@ -84,29 +85,25 @@ async def _until_delivered(followed: AsyncIterator[Event]) -> list[Event]:
     return begun
 
 
-def _is_failure(begun: list[Event]) -> bool:
-    return begun[-1].data["state"] != TurnState.COMPLETED and not any(event.type == events.DELTA for event in begun)
-
-
 class _ChunkBody:
     """The chunks of a reply. `close`, which Django calls however the reply ends, cancels a turn that had not ended."""
 
     def __init__(
-        self, found: ChatTurn, followed: AsyncGenerator[Event, None], stream: sse.OpenAIStream, begun: list[Event]
+        self, turn: ChatTurn, followed: AsyncGenerator[Event, None], stream: sse.OpenAIStream, begun: list[Event]
     ) -> None:
-        self._turn = found
+        self._turn = turn
         self._followed = followed
         self._stream = stream
         self._begun = begun
         self._has_ended = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        # At once, so that a client that waits for nothing but the status has it.
+        # Send the status now, to a client that waits for it alone.
         if not any(event.type in (events.DELTA, events.END) for event in self._begun):
             yield sse.comment("open")
         said_at = time.monotonic()
-        async with aclosing(self._events()) as all_of_them:
-            async for event in all_of_them:
+        async with aclosing(self._events()) as all_events:
+            async for event in all_events:
                 chunk = self._stream.render(event)
                 if not chunk and time.monotonic() - said_at >= settings.CHAT_HEARTBEAT_MS / 1000:
                     chunk = sse.HEARTBEAT
@@ -128,35 +125,35 @@ class _ChunkBody:
             try:
                 transitions.request_cancel(self._turn)
             finally:
-                # The thread that closes replies is Django's, and keeps no connection between two of them.
+                # Django's thread closes the reply; do not leave a database connection open in it.
                 connections.close_all()
 
 
 class cancelled_by_hang_up:
     """Cancels the turn if its client goes away while the reply is still being made."""
 
-    def __init__(self, found: ChatTurn) -> None:
-        self._turn = found
+    def __init__(self, turn: ChatTurn) -> None:
+        self._turn = turn
 
     async def __aenter__(self) -> None:
         return None
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            # Shielded: whoever cancelled us may do so again, and the turn must not run on for nobody.
+            # Shielded: a second cancellation of this request must not leave the turn running without a client.
             await asyncio.shield(in_database(transitions.request_cancel, self._turn))
 
 
-def _shape(found: ChatTurn) -> Shape:
-    return Shape(found.public_id, found.model, found.created_at)
+def _shape(turn: ChatTurn) -> Shape:
+    return Shape(turn.public_id, turn.model, turn.created_at)
 
 
-def _error(found: ChatTurn, end: dict[str, Any]) -> HttpResponse:
+def _error(turn: ChatTurn, end: dict[str, Any]) -> HttpResponse:
     error = error_of(end)
-    return _with_turn(found, JsonResponse(error.body(), status=error.status, headers=error.headers()))
+    return _with_turn(turn, JsonResponse(error.body(), status=error.status, headers=error.headers()))
 
 
-def _with_turn(found: ChatTurn, reply: Reply) -> Reply:
+def _with_turn(turn: ChatTurn, reply: Reply) -> Reply:
     """The turn's id as the request id that OpenAI's clients show."""
-    reply["x-request-id"] = str(found.public_id)
+    reply["x-request-id"] = str(turn.public_id)
     return reply

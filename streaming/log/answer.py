@@ -1,6 +1,6 @@
-"""A chat answer as it grows: deltas joined while they are close, and folded into the choices of a chat completion.
+"""A chat answer as it grows: deltas are joined, and folded into the choices of a chat completion.
 
-Pure. A delta is what OpenAI calls one: `{"content": "..."}`, `{"tool_calls": [...]}`, and whatever else a server sends.
+Pure. A delta is OpenAI's: `{"content": "..."}`, `{"tool_calls": [...]}`, and other fields that a server sends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TEXT_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "refusal"}
 
 
 def joined(first: Delta, second: Delta) -> Delta | None:
-    """One delta that says what the two say, or None where they cannot be joined without losing their order."""
+    """The two deltas as one, or None where joining them would lose their order."""
     if len(first) != 1 or first.keys() != second.keys():
         return None
     (name,) = first
@@ -27,7 +27,7 @@ def joined(first: Delta, second: Delta) -> Delta | None:
 
 
 def _joined_calls(first: Any, second: Any) -> Delta | None:
-    """Argument deltas of one tool call. Only the first of a call carries its id and name."""
+    """Joins argument deltas of one tool call; only the first of a call carries its id and name."""
     if len(first) != 1 or len(second) != 1 or first[0].get("index", 0) != second[0].get("index", 0):
         return None
     function = second[0].get("function") or {}
@@ -46,20 +46,20 @@ def merged_logprobs(first: Any, second: Any) -> Any:
 
 
 def _token_lists(logprobs: Any) -> dict[str, list[Any]]:
-    """Without what is no list: nothing could stand beside it."""
+    """The lists alone: only lists can be concatenated."""
     found = logprobs if isinstance(logprobs, dict) else {}
     return {name: tokens for name, tokens in found.items() if isinstance(tokens, list)}
 
 
 class Answer:
-    """Every choice so far. `characters` counts all text, reasoning, refusals and tool arguments included."""
+    """All choices so far. `characters` counts all text, including reasoning, refusals and tool arguments."""
 
     def __init__(self) -> None:
         self._choices: dict[int, _Choice] = {}
         self.characters = 0
 
     def offset(self, choice: int) -> int:
-        """How many characters of `content` the choice has."""
+        """The number of characters of the choice's `content`."""
         found = self._choices.get(choice)
         return found.lengths.get("content", 0) if found else 0
 
@@ -77,7 +77,7 @@ class Answer:
         return [self._choices[index].as_dict(index) for index in sorted(self._choices)]
 
     def missing_from(self, stored: list[dict[str, Any]]) -> list[tuple[int, Delta]]:
-        """What the stored choices say beyond this answer, as deltas: what a reader of a broken log has not seen."""
+        """The stored choices' content beyond this answer, as deltas: a reader of a broken log has not seen it."""
         rest = ((choice["index"], self._rest(choice["index"], choice["message"])) for choice in stored)
         return [(index, delta) for index, delta in rest if delta]
 

@@ -1,6 +1,4 @@
-"""The pause between two rounds of the event log: so that one round carries the events of many turns of the process
-(docs/architecture.md, Chat).
-"""
+"""The pause between two rounds of the event log, in which the events of many turns gather for one round (decision 11)."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """So many seconds for each turn that takes part, up to a most: few turns wait for nobody."""
+class BatchPause:
+    """Seconds for each turn that takes part, up to `s_most`: with few turns there is almost no pause."""
 
     s_per_turn: float
     s_most: float

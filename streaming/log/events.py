@@ -1,8 +1,8 @@
-"""The vocabulary of a turn's event log: what stands in it, under which key, in which order (docs/architecture.md, Chat).
+"""The entries of a turn's event log: types, keys and order (docs/architecture.md, Chat; decision 16).
 
-A log is a stream in Valkey or Redis. Its ids are our own, `<seq>-0` with seq counting from 1, so that an entry that is
-appended twice is refused by the server, and so that a worker can put back whatever a restarted server has lost. The end
-has the highest seq there will ever be: after it the server refuses every late writer.
+A log is a stream in Valkey or Redis. Its ids are our own, `<seq>-0` with seq counting from 1: the server refuses an entry
+that is appended twice, and a worker can append again what a restarted server has lost. The end has the highest seq: after it
+the server refuses every late writer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 START, SOURCES, ATTEMPT, DELTA, FINISH, USAGE, END = "start", "sources", "attempt", "delta", "finish", "usage", "end"
-# Made by readers, never logged: what happens while nothing happens, and a whole turn whose log is gone.
+# Made by readers, never logged: notices, the whole turn where its log is gone, and ticks.
 NOTICE, SNAPSHOT, TICK = "notice", "snapshot", "tick"
 FENCE = "fence"
 
@@ -28,7 +28,7 @@ FENCE_SEQ = END_SEQ - 1
 
 @dataclass(frozen=True)
 class Event:
-    """One entry. `seq` is 0 for what a reader made itself; `attempt` is 0 before the first call to the provider."""
+    """One entry. `seq` is 0 for an event that a reader made; `attempt` is 0 before the first call to the provider."""
 
     seq: int
     type: str
@@ -41,7 +41,7 @@ class Event:
 
 
 def log_key(tenant_id: int, public_id: UUID) -> str:
-    """The log's key: no tenant can spell another's, and no two turns share one."""
+    """The log's key, with the tenant's id: no tenant can name another's."""
     return f"sluicegate:turn:{tenant_id}:{public_id}"
 
 
@@ -60,7 +60,7 @@ def seq_of(entry_id: bytes) -> int:
 
 
 def storable(value: Any) -> Any:
-    """The value with what no database takes in its texts (NUL, half of a surrogate pair) replaced by U+FFFD."""
+    """The value with characters that no database stores (NUL, halves of surrogate pairs) replaced by U+FFFD."""
     if isinstance(value, str):
         whole = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         return whole.replace("\0", "\ufffd")

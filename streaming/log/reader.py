@@ -1,7 +1,7 @@
 """Reads the events of all turns that this process follows: one connection and one blocking read for all of them.
 
-A reader that is slow is left out of the read until it has caught up: the log keeps what it has not taken
-(docs/architecture.md, Chat).
+A slow subscription is left out of the read until it has caught up: the log keeps the events that it has not taken
+(docs/architecture.md, Chat; decision 16).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import redis.asyncio
 
 from project.runtime.event_loop import PerLoop
 from streaming.log import events
-from streaming.log.batching import Gathering
+from streaming.log.batching import BatchPause
 from streaming.log.events import Event
-from streaming.log.valkey import UNREACHABLE, Wire, connect_async
+from streaming.log.valkey import TIMEOUT_S, UNREACHABLE, connect_async, connect_once
 
 logger = logging.getLogger(__name__)
 
-# Entries of one turn in one read, and how many a reader may have waiting: no turn delays another's first event.
+# Entries of one turn in one read, and the most that may wait in a subscription: no turn delays another's first event.
 SHARE = 64
 BACKLOG = 128
 BLOCK_MS = 1_000
 PAUSE_S = 0.2
-# Never longer than a delta may wait to be joined.
-GATHERING = Gathering(s_per_turn=0.000_1, s_most=0.020)
-BELL_TTL_S = 60
+# At most the 20 ms in which deltas are joined.
+BATCH_PAUSE = BatchPause(s_per_turn=0.000_1, s_most=0.020)
+WAKE_KEY_TTL_S = 60
 
 
 class Subscription:
-    """One reader of one turn's log, from after `seq` on. Use it as a context manager."""
+    """One reader of one turn's log, after seq `after`. Use it as a context manager."""
 
     def __init__(self, reader: EventReader, key: str, after: int) -> None:
         self.key = key
@@ -59,25 +59,25 @@ class Subscription:
         return len(self._waiting) >= BACKLOG
 
     async def take(self, within_s: float) -> list[Event]:
-        """The events that have come, at least one unless `within_s` seconds pass without any."""
+        """Waits for events, for at most `within_s` seconds, and returns all that have come."""
         if not self._waiting:
-            await self._news(within_s)
+            await self._wait(within_s)
         was_full = self.is_full
         taken = list(self._waiting)
         self._waiting.clear()
         if was_full:
-            self._reader.look_again()
+            self._reader.restart_read()
         return taken
 
-    async def _news(self, within_s: float) -> None:
-        # A bare future: for thousands of events a second, an event and a timeout cost twice as much.
+    async def _wait(self, within_s: float) -> None:
+        # A bare future: an event and a timeout cost twice as much, thousands of times a second.
         loop = asyncio.get_running_loop()
         self._came = loop.create_future()
-        patience = loop.call_later(within_s, self._wake)
+        timer = loop.call_later(within_s, self._wake)
         try:
             await self._came
         finally:
-            patience.cancel()
+            timer.cancel()
             self._came = None
 
     def put(self, event: Event) -> None:
@@ -98,14 +98,14 @@ class EventReader:
         self._subscriptions: set[Subscription] = set()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._wire: Wire | None = None
-        self._bell: redis.asyncio.Redis | None = None
-        # A stream of this reader's own among those it reads: an entry in it ends a read that waits for others.
-        self._bell_key = f"sluicegate:bell:{secrets.token_hex(8)}"
-        self._bell_after = "0-0"
-        self._bell_expires_at = 0.0
+        self._client: redis.asyncio.Redis | None = None
+        self._waker: redis.asyncio.Redis | None = None
+        # A stream of this reader's own among those that it reads: an entry in it ends a blocking read.
+        self._wake_key = f"sluicegate:wake:{secrets.token_hex(8)}"
+        self._wake_after = "0-0"
+        self._wake_expires_at = 0.0
         self._is_blocked = self._is_away = False
-        self._ringing: set[asyncio.Task[None]] = set()
+        self._waking: set[asyncio.Task[None]] = set()
 
     def subscribe(self, key: str, after: int = 0) -> Subscription:
         return Subscription(self, key, after)
@@ -114,32 +114,32 @@ class EventReader:
         self._subscriptions.add(subscription)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="event-reader")
-        self.look_again()
+        self.restart_read()
 
     def remove(self, subscription: Subscription) -> None:
         self._subscriptions.discard(subscription)
 
-    async def holds_more(self, subscription: Subscription) -> bool:
-        """Whether the log has something that no read has brought the subscription yet; False while it is away."""
-        if self._bell is None:
+    async def has_unread(self, subscription: Subscription) -> bool:
+        """Whether the log has events that the subscription has not received; False while the log is away."""
+        if self._waker is None:
             return not self._is_away
         with contextlib.suppress(*UNREACHABLE):
-            return bool(await self._bell.xrange(subscription.key, f"({subscription.after}-0", count=1))
+            return bool(await self._waker.xrange(subscription.key, f"({subscription.after}-0", count=1))
         return False
 
-    def look_again(self) -> None:
-        """Makes the read start anew with the subscriptions as they are now."""
+    def restart_read(self) -> None:
+        """Restarts the blocking read with the subscriptions as they are now."""
         self._changed.set()
         if self._is_blocked:
             self._is_blocked = False
-            task = asyncio.create_task(self._ring())
-            self._ringing.add(task)
-            task.add_done_callback(self._ringing.discard)
+            task = asyncio.create_task(self._wake_read())
+            self._waking.add(task)
+            task.add_done_callback(self._waking.discard)
 
     async def _run(self) -> None:
         task = asyncio.current_task()
         try:
-            # The client swallows a cancellation that comes as one of its steps is done.
+            # The client may swallow a cancellation during a read: it is obeyed before the next one.
             while task is None or not task.cancelling():
                 try:
                     await self._read()
@@ -158,56 +158,55 @@ class EventReader:
             self._changed.clear()
             await self._changed.wait()
             return
-        if self._wire is None:
-            self._wire, self._bell = await Wire.open(), await connect_async()
+        if self._client is None:
+            self._client, self._waker = await connect_once(), await connect_async()
             self._is_away = False
         by_key: dict[str, list[Subscription]] = {}
         for subscription in open_ones:
             by_key.setdefault(subscription.key, []).append(subscription)
         self._deliver(await self._entries(by_key), by_key)
-        await GATHERING.pause(len(by_key))
+        await BATCH_PAUSE.pause(len(by_key))
 
     async def _entries(self, by_key: dict[str, list[Subscription]]) -> Any:
-        assert self._wire is not None  # noqa: S101 - connected by the caller
+        assert self._client is not None  # noqa: S101 - connected by the caller
         after = [f"{min(subscription.after for subscription in each)}-0" for each in by_key.values()]
         self._changed.clear()
         self._is_blocked = True
         try:
-            streams = (self._bell_key, *by_key, self._bell_after, *after)
-            return await self._wire.ask("XREAD", "COUNT", SHARE, "BLOCK", BLOCK_MS, "STREAMS", *streams)
+            streams: Any = {self._wake_key: self._wake_after, **dict(zip(by_key, after, strict=True))}
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self._client.xread(streams, count=SHARE, block=BLOCK_MS)
         finally:
             self._is_blocked = False
 
-    def _deliver(self, found: Any, by_key: dict[str, list[Subscription]]) -> None:
-        for key, entries in found or ():
+    def _deliver(self, streams: Any, by_key: dict[str, list[Subscription]]) -> None:
+        for key, entries in streams or ():
             name = key.decode()
-            if name == self._bell_key:
-                self._bell_after = entries[-1][0].decode()
+            if name == self._wake_key:
+                self._wake_after = entries[-1][0].decode()
                 continue
-            for entry_id, (_, payload) in entries:
-                self._deliver_one(by_key[name], events.decode(entry_id, payload))
+            for entry_id, fields in entries:
+                event = events.decode(entry_id, fields[b"e"])
+                for subscription in by_key[name]:
+                    subscription.put(event)
 
-    def _deliver_one(self, readers: list[Subscription], event: Event) -> None:
-        for subscription in readers:
-            subscription.put(event)
-
-    async def _ring(self) -> None:
-        """A ring that fails costs no more than one read's patience."""
-        if self._bell is not None:
+    async def _wake_read(self) -> None:
+        """Ends the blocking read. If this fails, the read ends by itself after BLOCK_MS."""
+        if self._waker is not None:
             with contextlib.suppress(*UNREACHABLE):
-                await self._bell.xadd(self._bell_key, {"ring": 1}, maxlen=1)
-                if time.monotonic() >= self._bell_expires_at - BELL_TTL_S / 2:
-                    self._bell_expires_at = time.monotonic() + BELL_TTL_S
-                    await self._bell.expire(self._bell_key, BELL_TTL_S)
+                await self._waker.xadd(self._wake_key, {"wake": 1}, maxlen=1)
+                if time.monotonic() >= self._wake_expires_at - WAKE_KEY_TTL_S / 2:
+                    self._wake_expires_at = time.monotonic() + WAKE_KEY_TTL_S
+                    await self._waker.expire(self._wake_key, WAKE_KEY_TTL_S)
 
     async def _disconnect(self) -> None:
-        wire, bell, self._wire, self._bell = self._wire, self._bell, None, None
+        client, waker, self._client, self._waker = self._client, self._waker, None, None
         with contextlib.suppress(*UNREACHABLE):
-            if wire is not None:
-                await wire.close()
+            if client is not None:
+                await client.aclose()
         with contextlib.suppress(*UNREACHABLE):
-            if bell is not None:
-                await bell.aclose()
+            if waker is not None:
+                await waker.aclose()
 
 
 event_reader = PerLoop(EventReader)

@@ -1,6 +1,6 @@
-"""What a running turn says, on its way to the log: deltas joined while they are close, the answer kept, its size bounded.
+"""Records a running turn: joins close deltas, logs them, keeps the answer, and bounds its size.
 
-On the loop, never waiting: the provider is read as fast as it sends (docs/architecture.md, Chat).
+It runs on the loop and never waits: the provider is read as fast as it sends (docs/architecture.md, Chat).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from streaming.log.writer import TurnLog
 from streaming.upstream.chunks import ChatDelta, text_of
 
 JOIN_S = 0.020
-# What stands around the text of an answer is bounded too: log probabilities, and whatever else a provider sends along.
+# Also bounded: log probabilities, and whatever else a provider sends beside the text.
 LOG_BYTES_PER_CHARACTER = 16
 LOG_BYTES_LEAST = 1_000_000
 
@@ -33,7 +33,7 @@ class _Pending:
 
 
 class Recorder:
-    """The events of one turn. `listener`, if there is one, hears each event as it is logged, on the loop."""
+    """The events of one turn. `listener`, if given, is called with each event as it is logged, on the loop."""
 
     def __init__(self, log: TurnLog, characters_max: int, listener: Listener | None = None) -> None:
         self.answer = Answer()
@@ -47,17 +47,17 @@ class Recorder:
         self._loop = asyncio.get_running_loop()
         self._attempt = 0
         self._pending: dict[int, _Pending] = {}
-        self._said_at = _NEVER
+        self._logged_at = _NEVER
         self._timer: asyncio.Handle | None = None
 
     def event(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
-        """Logs an event, after whatever was said before it."""
+        """Logs an event, after the deltas before it."""
         self.flush()
         self._attempt = attempt
         self._append(kind, data)
 
     def delta(self, delta: ChatDelta) -> None:
-        """Takes one delta. The first is logged at once; others with what was read together, at most every 20 ms."""
+        """Takes one delta. The first is logged at once, later ones at most every 20 ms, joined."""
         said, logprobs = _said(delta)
         pending = self._pending.get(delta.index)
         if pending is not None and (both := joined(pending.delta, said)) is not None:
@@ -67,21 +67,21 @@ class Recorder:
                 self._emit(delta.index)
             self._pending[delta.index] = _Pending(said, logprobs)
         self._taken += len(delta.text) if delta.is_plain else _characters(said)
-        due = self._said_at + JOIN_S
-        # Somebody waits for the first one; and nothing may follow what fills the room.
-        if self._said_at == _NEVER or self._taken >= self._room:
+        due = self._logged_at + JOIN_S
+        # A reader waits for the first; and nothing may follow the delta that fills the room.
+        if self._logged_at == _NEVER or self._taken >= self._room:
             self.flush()
         elif self._timer is None:
             is_due = self._loop.time() >= due
             self._timer = self._loop.call_soon(self.flush) if is_due else self._loop.call_at(due, self.flush)
 
     def flush(self) -> None:
-        """Logs whatever is being joined."""
+        """Logs the deltas that are being joined."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._pending:
-            self._said_at = self._loop.time()
+            self._logged_at = self._loop.time()
             for choice in list(self._pending):
                 self._emit(choice)
 
@@ -121,7 +121,7 @@ def _characters(said: Delta) -> int:
 
 
 def _said(delta: ChatDelta) -> tuple[Delta, Any]:
-    """What the provider's delta says, in its own fields, without the role and what is empty."""
+    """The provider's delta in its own fields, without the role and without empty fields."""
     if delta.is_plain:
         return {"content": delta.text}, None
     raw = delta.choice.get("delta") or {}

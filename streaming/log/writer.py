@@ -1,7 +1,7 @@
-"""Appends the events of all turns of this process: one connection, one pipeline at a time, no turn behind another.
+"""Appends the events of all turns of this process: one connection, one pipeline at a time, no turn delays another.
 
-While the server is away, events are kept and appended once it is back; what a restarted server has lost of a running
-turn is put back under its old ids (docs/architecture.md, Chat).
+While the server is away, events are kept and appended once it is back. Entries of a running turn that a restarted server has
+lost are appended again under their ids (docs/architecture.md, Chat; decision 16).
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ import logging
 from typing import Any
 from uuid import UUID
 
+import redis.asyncio
 from django.conf import settings
 from redis.exceptions import ResponseError
 
 from project.runtime.event_loop import PerLoop
 from streaming.log import events
-from streaming.log.batching import Gathering
-from streaming.log.valkey import UNREACHABLE, Wire
+from streaming.log.batching import BatchPause
+from streaming.log.valkey import TIMEOUT_S, UNREACHABLE, connect_once
 
 logger = logging.getLogger(__name__)
 
-# Entries of one turn in one pipeline: a turn with a backlog never holds up the others' first events.
+# Entries of one turn in one pipeline: a turn with a backlog does not delay the first events of others.
 SHARE = 64
 PAUSE_S = 0.2
-# What no reader waits for goes with what follows it, or this much later.
+# Entries that no reader waits for are written with the next ones, or after this time.
 WAIT_S = 0.020
 _MAY_WAIT = frozenset({events.START, events.ATTEMPT})
-# It stays far below a delta's own 20 ms.
-GATHERING = Gathering(s_per_turn=0.000_05, s_most=0.010)
-# A running turn's log outlives any reader's patience; the end sets the real time to live.
+# Far below the 20 ms in which deltas are joined.
+BATCH_PAUSE = BatchPause(s_per_turn=0.000_05, s_most=0.010)
+# A running turn's log expires late, in case its worker dies; the end event sets EVENT_LOG_TTL_SECONDS.
 RUNNING_TTL_S = 7 * 86_400
 
 
 class TurnLog:
-    """The log of one turn, as its worker writes it. `append` never waits; entries are kept until the turn is over."""
+    """The log of one turn, written by its worker. `append` never waits; entries are kept until the turn has ended."""
 
     def __init__(self, writer: EventWriter, key: str) -> None:
         self.key = key
@@ -46,16 +47,16 @@ class TurnLog:
         self._writer = writer
 
     def append(self, kind: str, attempt: int, data: dict[str, Any]) -> int:
-        """Adds an event to the log, on the writer's loop. Returns its size in bytes."""
+        """Appends an event; call it on the writer's loop. Returns its size in bytes."""
         entry = events.encode(kind, attempt, data)
         self.entries.append(entry)
-        self._writer.has_news(self, may_wait=kind in _MAY_WAIT)
+        self._writer.mark_pending(self, may_wait=kind in _MAY_WAIT)
         return len(entry)
 
     async def close(self, attempt: int, end: dict[str, Any], within_s: float) -> bool:
-        """Appends the end event; whether all of it was written in time. Readers find a missing end in the database."""
+        """Appends the end event. False if not all was written in time: readers then find the end in the database."""
         self.end = events.encode(events.END, attempt, end)
-        self._writer.has_news(self)
+        self._writer.mark_pending(self)
         try:
             async with asyncio.timeout(within_s):
                 await self.is_settled.wait()
@@ -66,7 +67,7 @@ class TurnLog:
         return True
 
     def abandon(self) -> None:
-        """Appends nothing more: the claim is somebody else's."""
+        """Appends nothing more: the claim is lost."""
         self.entries.clear()
         self.is_settled.set()
         self._writer.forget(self)
@@ -81,7 +82,7 @@ class TurnLog:
 
     def note_written(self, seq: int) -> None:
         if seq >= events.FENCE_SEQ:
-            # The end is written, or somebody else has ended the turn: nothing can follow.
+            # The end is written, by us or by another process: nothing can follow.
             self.is_settled.set()
             self._writer.forget(self)
         else:
@@ -93,11 +94,11 @@ class EventWriter:
 
     def __init__(self) -> None:
         self._logs: set[TurnLog] = set()
-        self._news: set[TurnLog] = set()
+        self._pending: set[TurnLog] = set()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self._wire: Wire | None = None
+        self._client: redis.asyncio.Redis | None = None
 
     def open(self, tenant_id: int, public_id: UUID) -> TurnLog:
         """A new turn's log."""
@@ -107,9 +108,9 @@ class EventWriter:
             self._task = asyncio.create_task(self._run(), name="event-writer")
         return log
 
-    def has_news(self, log: TurnLog, *, may_wait: bool = False) -> None:
+    def mark_pending(self, log: TurnLog, *, may_wait: bool = False) -> None:
         if log in self._logs:
-            self._news.add(log)
+            self._pending.add(log)
             if not may_wait:
                 self._wake.set()
             elif self._alarm is None:
@@ -121,16 +122,16 @@ class EventWriter:
 
     def forget(self, log: TurnLog) -> None:
         self._logs.discard(log)
-        self._news.discard(log)
+        self._pending.discard(log)
 
     async def _run(self) -> None:
         task = asyncio.current_task()
         try:
-            # The client may swallow a cancel that comes while it reads: it is honoured before the next write.
+            # The client may swallow a cancellation during a read: it is obeyed before the next write.
             while task is None or not task.cancelling():
                 try:
-                    await self._write_news()
-                    await GATHERING.pause(len(self._logs))
+                    await self._write_pending()
+                    await BATCH_PAUSE.pause(len(self._logs))
                 except UNREACHABLE as error:
                     logger.warning("the event log cannot be written, events are kept: %s", type(error).__name__)
                     await self._disconnect()
@@ -139,20 +140,20 @@ class EventWriter:
         finally:
             await self._disconnect()
 
-    async def _write_news(self) -> None:
-        # Cleared before the news are taken: what comes while they are written wakes the next round.
+    async def _write_pending(self) -> None:
+        # Cleared first: an entry that is appended during the write wakes the next round.
         await self._wake.wait()
         self._wake.clear()
-        if not self._news:
+        if not self._pending:
             return
-        if self._wire is None:
+        if self._client is None:
             await self._connect()
-        news, self._news = self._news, set()
+        logs, self._pending = self._pending, set()
         try:
-            await self._write([(log, log.pending()) for log in news])
+            await self._write([(log, log.pending()) for log in logs])
         finally:
-            if left := {log for log in news if log in self._logs and log.pending()}:
-                self._news |= left
+            if left := {log for log in logs if log in self._logs and log.pending()}:
+                self._pending |= left
                 self._wake.set()
 
     async def _write(self, batch: list[tuple[TurnLog, list[tuple[int, bytes]]]]) -> None:
@@ -166,8 +167,12 @@ class EventWriter:
                     ttl = RUNNING_TTL_S if seq == 1 else settings.EVENT_LOG_TTL_SECONDS
                     commands.append(("EXPIRE", log.key, ttl))
                     written.append((log, 0))
-        assert self._wire is not None  # noqa: S101 - connected by the caller
-        replies = await self._wire.send(commands)
+        assert self._client is not None  # noqa: S101 - connected by the caller
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        async with asyncio.timeout(TIMEOUT_S):
+            replies = await pipeline.execute(raise_on_error=False)
         refused = {log for (log, _), reply in zip(written, replies, strict=True) if isinstance(reply, Exception)}
         for log, seq in written:
             if seq and log not in refused:
@@ -178,27 +183,27 @@ class EventWriter:
             await self._resume(log)
 
     async def _connect(self) -> None:
-        self._wire = await Wire.open()
+        self._client = await connect_once()
         for log in list(self._logs):
             await self._resume(log)
 
     async def _resume(self, log: TurnLog) -> None:
-        """Goes on after the last entry that the server has, which may be more, or less, than it had confirmed."""
+        """Continues after the last entry that the server has, which may be more, or fewer, than it had confirmed."""
         log.written = 0
         if seq := await self._last_seq(log):
             log.note_written(min(seq, len(log.entries)) if seq < events.FENCE_SEQ else seq)
-        self.has_news(log)
+        self.mark_pending(log)
 
     async def _last_seq(self, log: TurnLog) -> int:
-        assert self._wire is not None  # noqa: S101 - connected by the caller
-        last = await self._wire.ask("XREVRANGE", log.key, "+", "-", "COUNT", 1)
+        assert self._client is not None  # noqa: S101 - connected by the caller
+        last: Any = await self._client.xrevrange(log.key, count=1)
         return events.seq_of(last[0][0]) if last else 0
 
     async def _disconnect(self) -> None:
-        wire, self._wire = self._wire, None
-        if wire is not None:
+        client, self._client = self._client, None
+        if client is not None:
             with contextlib.suppress(*UNREACHABLE):
-                await wire.close()
+                await client.aclose()
 
 
 event_writer = PerLoop(EventWriter)

@@ -1,34 +1,28 @@
-"""The claims that this process holds: leases renewed and cancels seen by one thread, with one statement for all turns.
+"""The claims that this process holds: leases renewed and cancels noticed with one statement for all turns.
 
-A process may run hundreds of turns; a renewal and a look at the cancel flag for each would be thousands of statements.
+A process may run hundreds of turns: a renewal and a query of the cancel flag for each would be thousands of statements.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
 import threading
-import time
 from collections.abc import Iterator
 
 from django.conf import settings
-from django.db import DatabaseError, InterfaceError, connections
 
-from embeddings.runtime import shutdown
+from embeddings.runtime import leases, shutdown
 from streaming.models import ChatTurn
 from streaming.turns import transitions
 from streaming.turns.transitions import Claim
 
-logger = logging.getLogger(__name__)
-
-# A hang-up must have reached the provider's socket within a second.
-LOOK_S = 0.3
+# A client's hang-up must close the provider's socket within a second.
+CHECK_S = 0.3
 
 
 class HeldClaim:
-    """A claim while its turn runs here. The flags say why it was interrupted; the run reads them, whoever set them."""
+    """A claim while its turn runs here. The flags hold why it was interrupted; the run reads them."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -71,7 +65,7 @@ class HeldClaim:
                 self._task.get_loop().call_soon_threadsafe(self._cancel_attached)
 
     def _cancel_attached(self) -> None:
-        # On the loop: a task that has detached meanwhile is past what an interruption may cut.
+        # On the loop: a task that has detached meanwhile must not be interrupted any more.
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -79,8 +73,7 @@ class HeldClaim:
 
 _lock = threading.Lock()
 _held: dict[str, HeldClaim] = {}
-_keeper_of: dict[str, int] = {}
-_emptied = threading.Event()
+_rounds = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -88,8 +81,10 @@ def held(claim: Claim) -> Iterator[HeldClaim]:
     """While inside, the claim's lease is renewed, and a cancel or a loss interrupts what runs under it."""
     mine = HeldClaim(claim)
     with _lock:
+        if not _held:
+            _rounds.enter_context(leases.repeated(renew_all, settings.LEASE_RENEW_MS / 1000))
+            _rounds.enter_context(leases.repeated(check_all, CHECK_S))
         _held[claim.token] = mine
-        _ensure_keeper()
     if shutdown.requested.is_set():
         mine.shut_down()
     try:
@@ -98,60 +93,40 @@ def held(claim: Claim) -> Iterator[HeldClaim]:
         with _lock:
             _held.pop(claim.token, None)
             if not _held:
-                _emptied.set()
+                _rounds.close()
 
 
 def shut_down() -> None:
     """Interrupts every turn of this process: the worker is asked to stop."""
     shutdown.requested.set()
-    with _lock:
-        mine = list(_held.values())
-    for each in mine:
+    for each in _all_held().values():
         each.shut_down()
 
 
-def look(renewing: bool) -> None:
-    """One round of the keeper: renew the leases if it is time, then tell turns that were cancelled, or lost.
-
-    A tenant that is removed cancels its turns: nothing is paid for on its behalf any more.
-    """
-    with _lock:
-        mine = dict(_held)
-    if not mine:
-        return
-    if renewing:
+def renew_all() -> bool:
+    """Renews the leases of all claims that this process holds. Always True: it is called again."""
+    if mine := _all_held():
         transitions.renew(each.claim for each in mine.values())
+    return True
+
+
+def check_all() -> bool:
+    """Interrupts the turns that were cancelled, or whose claim is lost. Always True: it is called again.
+
+    Removing a tenant cancels its turns: nothing more is bought on its behalf.
+    """
+    mine = _all_held()
     rows = ChatTurn.objects.filter(claim_token__in=list(mine))
-    facts = rows.values_list("claim_token", "cancel_requested_at", "tenant__is_active")
+    facts = rows.values_list("claim_token", "cancel_requested_at", "tenant__is_active") if mine else ()
     still = {token: asked_at is not None or not is_active for token, asked_at, is_active in facts}
     for token, each in mine.items():
         if token not in still:
             each.lose()
         elif still[token] and not each.is_cancelled:
             each.cancel()
+    return True
 
 
-def _ensure_keeper() -> None:
-    # Keyed by process: a thread does not survive a fork.
-    if _keeper_of.get("pid") != os.getpid():
-        _keeper_of["pid"] = os.getpid()
-        threading.Thread(target=_keep, name="chat-keeper", daemon=True).start()
-
-
-def _keep() -> None:
-    renewed_at = time.monotonic()
-    while True:
-        if _emptied.wait(LOOK_S):
-            _emptied.clear()
-            # Between turns the keeper holds no connection.
-            connections.close_all()
-            continue
-        now = time.monotonic()
-        renewing = now - renewed_at >= settings.LEASE_RENEW_MS / 1000
-        try:
-            look(renewing)
-            renewed_at = now if renewing else renewed_at
-        except (DatabaseError, InterfaceError) as error:
-            # The next round tries again; if the database stays away, the leases are rightly lost.
-            logger.warning("the claims could not be looked at: %s", type(error).__name__)
-            connections.close_all()
+def _all_held() -> dict[str, HeldClaim]:
+    with _lock:
+        return dict(_held)

@@ -1,4 +1,4 @@
-"""Conversations: a turn in one is asked after the turns that completed before it."""
+"""Conversations: a turn in one follows the turns that completed before it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ def resolve(tenant: Tenant, wanted: str | None, messages: list[dict[str, Any]]) 
     if wanted == NEW:
         return Conversation.objects.create(tenant=tenant, title=storable(question_of(messages)[:_TITLE_MAX]))
     try:
-        found = Conversation.objects.filter(tenant=tenant, public_id=UUID(wanted)).first()
-    except ValueError:
-        found = None
-    if found is None:
-        raise UnknownConversation("There is no such conversation.", param="conversation")
-    return found
+        return Conversation.objects.get(tenant=tenant, public_id=UUID(wanted))
+    except (ValueError, Conversation.DoesNotExist):
+        raise UnknownConversation("There is no such conversation.", param="conversation") from None
 
 
 def messages_before(conversation: Conversation) -> list[dict[str, Any]]:
-    """What was asked and answered in it, oldest first."""
+    """Its questions and answers, oldest first."""
     ended = ChatTurn.objects.filter(conversation=conversation, state=TurnState.COMPLETED).order_by("-id")
     messages: list[dict[str, Any]] = []
     for turn in reversed(ended[:TURNS_REMEMBERED]):

@@ -1,8 +1,8 @@
-"""Starts first: for a moment after each start of this process, answers that flood pause after each share.
+"""Fairness between turns: an answer that floods yields after each share of deltas, and pauses while turns start (decision 12).
 
-A start is some twenty rounds of the loop and a few statements, in threads that a full loop keeps from the processor. The
-flood loses nothing by a pause no longer than the joining of its deltas. Starts come in bursts, hence the moment; it is
-bounded, so that a model that thinks for seconds holds nobody up.
+A start takes some twenty rounds of the loop and a few statements, in threads that a busy loop keeps from the processor. A pause
+no longer than the joining of deltas costs a flood nothing. It is made only for a moment after a start, so that a model that
+thinks for seconds delays no other turn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-# Deltas of one answer between two looks at the others.
+# Deltas of one answer before the loop runs the other turns.
 SHARE = 8
 PAUSE_S = 0.020
 MOMENT_S = 0.100
@@ -19,11 +19,11 @@ _started_at = [float("-inf")]
 
 
 def note_start() -> None:
-    """A turn is to start: in any thread."""
+    """Notes that a turn starts in this process; from any thread."""
     _started_at[0] = time.monotonic()
 
 
 async def after_share() -> None:
-    """Lets the others have their turn; for longer in the moment after a start."""
+    """Lets the other turns run; for longer in the moment after a start."""
     is_starting = time.monotonic() - _started_at[0] < MOMENT_S
     await asyncio.sleep(PAUSE_S if is_starting else 0)

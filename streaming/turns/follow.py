@@ -1,7 +1,7 @@
-"""One reader of one turn: the events of its log, what happens while none come, and its end, wherever that stands.
+"""One reader of one turn: the events of its log, notices while none come, and its end, from the log or the row.
 
-Works on any web process, from any event on. While the log is away, the reader looks at the turn's row; when the log is
-gone or broken, the stored turn says what is missing (docs/architecture.md, Chat).
+It works on any web process, from any event on. While the log is away the reader polls the turn's row; if the log is gone
+or broken, the rest is read from the stored turn (docs/architecture.md, Chat).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any
 
 from django.db import DatabaseError
@@ -22,35 +21,28 @@ from streaming.log.reader import Subscription, event_reader
 from streaming.models import ChatTurn
 from streaming.states import TurnState
 from streaming.turns import orphaned_turns
-from streaming.turns.transitions import end_data, ending_of, is_lost
+from streaming.turns.transitions import end_data, ending_of, is_orphaned
 
-# How long a reader goes without an event before it looks at the row.
-LOOK_S = 0.5
-# A turn that had ended before its reader came: its log answers at once, is gone, or is asked once more which of them, for
-# as long as a busy process may take to read what is there.
-LOG_ANSWERS_S, LOG_IS_READ_S = 0.3, 10.0
+# After so long without an event the reader polls the row.
+POLL_S = 0.5
+# The log of a turn that has ended: polled this often for unread events, for as long as a busy process may need to read them.
+LOG_POLL_S, LOG_TIMEOUT_S = 0.3, 10.0
 QUEUED_NOTICE_S = 5.0
+UNBOUNDED_NOTICE_S = 30.0
 
 
-@dataclass(frozen=True)
-class Patience:
-    """After how much silence, in seconds, a reader is told `no data`; again after as much more."""
-
-    notice_s: float = 30.0
-
-    @classmethod
-    def of(cls, turn: ChatTurn) -> Patience:
-        """Half of the budget at whose end the watchdog would end the attempt, so that the reader hears of it before."""
-        provider = turn.provider
-        budgets = (provider.stream_idle_timeout_ms, provider.stream_first_content_timeout_ms)
-        bounded = [budget for budget in budgets if budget is not None and budget > 0]
-        return cls(min(bounded) / 2000) if bounded else cls()
+def no_data_after_s(turn: ChatTurn) -> float:
+    """Seconds of silence between `no data` notices: half the budget of the watchdog, so that a notice comes before its end."""
+    provider = turn.provider
+    budgets = (provider.stream_idle_timeout_ms, provider.stream_first_content_timeout_ms)
+    bounded = [budget for budget in budgets if budget is not None and budget > 0]
+    return min(bounded) / 2000 if bounded else UNBOUNDED_NOTICE_S
 
 
 async def follow(turn: ChatTurn, after: int = 0) -> AsyncGenerator[Event, None]:
     """The turn's events after seq `after` up to its end event. Close it (`aclosing`).
 
-    While none come there are notices, and at least every half second a tick, so that the reader is never held up.
+    While none come there are notices, and a tick at least every half second, so that the caller regains control.
     """
     reading = _Reading(turn, after)
     with event_reader().subscribe(events.log_key(turn.tenant_id, turn.public_id), after) as subscription:
@@ -65,10 +57,10 @@ class _Reading:
     def __init__(self, turn: ChatTurn, after: int) -> None:
         self._turn = turn
         self._seen = Answer()
-        # From the middle on a reader cannot tell how much text it had: only a whole log or a whole turn can serve it.
+        # A reader from the middle does not know how much text it has had: it needs the whole log, or a snapshot of the turn.
         self._knows_all = after == 0
         self._heard_at = time.monotonic()
-        self._patience = Patience.of(turn)
+        self._no_data_after_s = no_data_after_s(turn)
         self._notices = 0
         self._kinds: set[str] = set()
         self._end_is_stored = turn.has_ended
@@ -77,21 +69,21 @@ class _Reading:
     async def take(self, subscription: Subscription) -> list[Event]:
         came = await subscription.take(self._wait_s())
         if came:
-            return self._heard(came)
+            return self._note(came)
         if not self._end_is_stored:
-            return await self._look()
-        is_patient = time.monotonic() - max(self._heard_at, self._end_seen_at) < LOG_IS_READ_S
-        if is_patient and await event_reader().holds_more(subscription):
+            return await self._poll()
+        may_read_more = time.monotonic() - max(self._heard_at, self._end_seen_at) < LOG_TIMEOUT_S
+        if may_read_more and await event_reader().has_unread(subscription):
             return [_TICK]
         return self._from_row()
 
     def _wait_s(self) -> float:
         if self._end_is_stored:
-            return LOG_ANSWERS_S
-        due = self._heard_at + self._patience.notice_s * (self._notices + 1)
-        return max(0.01, min(LOOK_S, due - time.monotonic()))
+            return LOG_POLL_S
+        due = self._heard_at + self._no_data_after_s * (self._notices + 1)
+        return max(0.01, min(POLL_S, due - time.monotonic()))
 
-    def _heard(self, came: list[Event]) -> list[Event]:
+    def _note(self, came: list[Event]) -> list[Event]:
         self._heard_at, self._notices = time.monotonic(), 0
         for event in came:
             self._kinds.add(event.type)
@@ -101,10 +93,10 @@ class _Reading:
                 self._seen.finish(event.data["choice"], event.data["finish_reason"])
         return [event for event in came if event.type != events.FENCE]
 
-    async def _look(self) -> list[Event]:
+    async def _poll(self) -> list[Event]:
         self._turn = await latest(self._turn)
         if await self._is_over():
-            # The end is committed before it is logged: the log gets a moment to say it itself.
+            # The end is committed before it is logged: the log gets a moment to deliver it.
             self._turn, self._end_is_stored = await latest(self._turn), True
             self._end_seen_at = time.monotonic()
             return [_TICK]
@@ -115,14 +107,14 @@ class _Reading:
             return True
         if self._turn.state == TurnState.QUEUED:
             return await in_waiting_thread(orphaned_turns.end_unclaimed, self._turn)
-        return is_lost(self._turn) and await in_waiting_thread(orphaned_turns.end_lost, self._turn)
+        return is_orphaned(self._turn) and await in_waiting_thread(orphaned_turns.end_orphaned, self._turn)
 
     def _notice(self) -> list[Event]:
         silent_s = time.monotonic() - self._heard_at
         if self._turn.state == TurnState.QUEUED:
             kind, every_s = "queued", QUEUED_NOTICE_S
         else:
-            kind, every_s = "no_data", self._patience.notice_s
+            kind, every_s = "no_data", self._no_data_after_s
         if silent_s < every_s * (self._notices + 1):
             return []
         self._notices += 1
@@ -150,7 +142,7 @@ class _Reading:
 
 
 def made(kind: str, data: dict[str, Any]) -> Event:
-    """An event of a reader's own: it has no place in the log."""
+    """An event that a reader makes itself: it has no seq."""
     return Event(0, kind, 0, data)
 
 
@@ -162,8 +154,8 @@ def snapshot_of(turn: ChatTurn) -> dict[str, Any]:
     return {"choices": turn.choices, "sources": turn.sources, "usage": turn.usage}
 
 
-# Readers that look at their rows at about the same time share one statement.
-_GATHER_S = 0.01
+# Readers that poll their rows within this time share one statement (decision 11).
+_SHARE_S = 0.01
 _asked: dict[asyncio.AbstractEventLoop, dict[int, asyncio.Future[ChatTurn]]] = {}
 
 
@@ -173,14 +165,14 @@ async def latest(turn: ChatTurn) -> ChatTurn:
     waiting = _asked.get(loop)
     if waiting is None:
         waiting = _asked[loop] = {}
-        loop.call_later(_GATHER_S, lambda: _keep(loop.create_task(_fetch(loop))))
+        loop.call_later(_SHARE_S, lambda: _keep(loop.create_task(_fetch(loop))))
     future = waiting.get(turn.pk)
     if future is None:
         future = waiting[turn.pk] = loop.create_future()
     try:
         return await asyncio.shield(future)
     except DatabaseError:
-        # What was known stands: the next look tries again.
+        # The next poll tries again.
         return turn
 
 
@@ -196,7 +188,7 @@ async def _fetch(loop: asyncio.AbstractEventLoop) -> None:
     waiting = _asked.pop(loop)
     try:
         rows = await in_database(_rows, list(waiting))
-    except Exception as error:  # Every waiting reader gets it, whatever it is.
+    except Exception as error:  # Whatever it is, every waiting reader gets it.
         for future in waiting.values():
             if not future.done():
                 future.set_exception(error)

@@ -1,7 +1,7 @@
-"""Turns that nobody works on any more: a lost lease, or no worker at all. Any reader, or beat, ends them.
+"""Orphaned turns: the worker's lease has run out, or no worker runs at all. Any reader, or beat, ends them.
 
-The text of a lost turn is rebuilt from its log. The log is fenced before it is read, so that a worker that still lives
-somewhere appends nothing after what was kept (docs/architecture.md, Chat).
+The text of an orphaned turn is rebuilt from its log. The log is fenced before it is read, so that a worker that is still alive
+appends nothing after the text that was stored (docs/architecture.md, Chat).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streaming.turns.transitions import Ending, Result, end_data
 
 logger = logging.getLogger(__name__)
 
-# Entries as the client gives them: the id of each, and its fields.
+# Entries as redis-py returns them: id and fields.
 _Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 WORKER_LOST = Ending(TurnState.INTERRUPTED, codes.WORKER_LOST, "worker_lost", detail="The worker that ran it is gone.")
@@ -43,18 +43,18 @@ NO_WORKER = Ending(
     "no_worker",
     detail=f"No worker takes chat turns: start one with `{workers.START['chat']}`.",
 )
-# A log that is away this long after the lease ran out is not waited for: the turn ends without its text.
-LOG_PATIENCE = timedelta(seconds=60)
-# Whether workers are there is unknown while the broker is away; a turn is not left to wait for ever.
-BROKER_PATIENCE = timedelta(seconds=30)
-# Asked twice before the answer is no: a busy machine may be late once.
+# A turn whose log is still away this long after its lease ran out ends without its text.
+LOG_TIMEOUT = timedelta(seconds=60)
+# While the broker is away, nothing is known of workers. A turn that has waited this long ends all the same.
+BROKER_TIMEOUT = timedelta(seconds=30)
+# Ask twice before concluding that no worker runs: one on a busy machine may answer late.
 _ASK_S = (1.0, 3.0)
-_ANSWER_HOLDS_S = 3.0
+_ANSWER_VALID_S = 3.0
 
 
-def end_lost(turn: ChatTurn) -> bool:
-    """Ends a running turn whose lease has run out, with the text of its log; whether this call ended it."""
-    if not transitions.is_lost(turn):
+def end_orphaned(turn: ChatTurn) -> bool:
+    """Ends a running turn whose lease has run out, with the text of its log. Returns whether this call ended it."""
+    if not transitions.is_orphaned(turn):
         return False
     try:
         with connect() as client:
@@ -63,22 +63,22 @@ def end_lost(turn: ChatTurn) -> bool:
     except UNREACHABLE as error:
         logger.warning("turn=%s: its log cannot be read: %s", turn.public_id, type(error).__name__)
         expires = turn.lease_expires_at
-        if expires is None or timezone.now() - expires < LOG_PATIENCE:
+        if expires is None or timezone.now() - expires < LOG_TIMEOUT:
             return False
-        claim = transitions.take_over_lost(turn)
+        claim = transitions.take_over_orphaned(turn)
         return claim is not None and transitions.end(claim, WORKER_LOST, Result())
 
 
 def end_unclaimed(turn: ChatTurn) -> bool:
-    """Ends a turn that has stood queued for long if no worker takes any, else rings again; whether it ended it."""
+    """Ends a turn that has been queued for long if no worker runs, else wakes one again. Returns whether it ended the turn."""
     waited = timezone.now() - turn.created_at
     if turn.state != TurnState.QUEUED or waited < timedelta(milliseconds=settings.CHAT_CLAIM_WAIT_MS):
         return False
-    there = worker_is_there()
-    if there is None and waited < BROKER_PATIENCE:
+    is_running = worker_is_running()
+    if is_running is None and waited < BROKER_TIMEOUT:
         return False
-    if there:
-        transitions.ring_again(turn)
+    if is_running:
+        transitions.notify_worker_again(turn)
         return False
     ended = transitions.end_unclaimed(turn, NO_WORKER)
     if ended:
@@ -86,8 +86,8 @@ def end_unclaimed(turn: ChatTurn) -> bool:
     return ended
 
 
-def unfinished_worth_a_look() -> Iterable[ChatTurn]:
-    """Lost turns, and those that have stood queued for long."""
+def overdue_turns() -> Iterable[ChatTurn]:
+    """Orphaned turns, and those that have been queued for long."""
     now = timezone.now()
     long_queued = now - timedelta(milliseconds=settings.CHAT_CLAIM_WAIT_MS)
     lost = ChatTurn.objects.filter(state=TurnState.RUNNING, lease_expires_at__lt=now)
@@ -95,7 +95,7 @@ def unfinished_worth_a_look() -> Iterable[ChatTurn]:
 
 
 def append_end(turn: ChatTurn, ending: Ending) -> None:
-    """Tells readers at once; one who is not told finds the end in the database a second later."""
+    """Appends the end to the turn's log; readers that miss it find the end in the database a second later."""
     try:
         with connect() as client:
             _append_end(client, turn, ending, attempt=0)
@@ -104,7 +104,7 @@ def append_end(turn: ChatTurn, ending: Ending) -> None:
 
 
 def _end_with_log(turn: ChatTurn, client: redis.Redis) -> bool:
-    claim = transitions.take_over_lost(turn)
+    claim = transitions.take_over_orphaned(turn)
     if claim is None:
         return False
     logged = _fence_and_read(client, turn)
@@ -132,7 +132,7 @@ def _add(client: redis.Redis, key: str, seq: int, payload: bytes) -> None:
     try:
         client.xadd(key, {"e": payload}, id=f"{seq}-0")
     except ResponseError:
-        # It is there already, or the end is: somebody else was here first, and died or finished.
+        # Already appended, or followed by the end: another process was first.
         last = cast(_Entries, client.xrevrange(key, count=1))
         if not last or events.seq_of(last[0][0]) < seq:
             raise
@@ -146,37 +146,26 @@ def _rebuilt(logged: list[Event]) -> tuple[Answer, list[ChatAttempt]]:
         elif event.type == events.FINISH:
             answer.finish(event.data["choice"], event.data["finish_reason"])
         elif event.type == events.ATTEMPT:
-            attempts.append(_cut_off(event))
+            interrupted = {"end_state": TurnState.INTERRUPTED, "error_kind": WORKER_LOST.error_kind}
+            started_at = datetime.fromisoformat(event.data["started_at"])
+            attempts.append(ChatAttempt(number=event.attempt, started_at=started_at, **interrupted))
     return answer, attempts
-
-
-def _cut_off(event: Event) -> ChatAttempt:
-    return ChatAttempt(
-        number=event.attempt,
-        started_at=datetime.fromisoformat(event.data["started_at"]),
-        end_state=TurnState.INTERRUPTED,
-        error_kind=WORKER_LOST.error_kind,
-    )
 
 
 _asking = threading.Lock()
 _answers: list[tuple[float, bool | None]] = []
 
 
-def worker_is_there() -> bool | None:
-    """Whether a worker takes chat turns; None where the broker does not answer. An answer holds for a few seconds."""
+def worker_is_running() -> bool | None:
+    """Whether a worker consumes chat turns; None where the broker does not answer. Cached for a few seconds."""
     with _asking:
-        if _answers and time.monotonic() - _answers[0][0] < _ANSWER_HOLDS_S:
+        if _answers and time.monotonic() - _answers[0][0] < _ANSWER_VALID_S:
             return _answers[0][1]
-        found = True if _works_now() else _ask()
-        _answers[:] = [(time.monotonic(), found)]
-        return found
-
-
-def _works_now() -> bool:
-    """Whether a worker keeps a lease: one that is busy may be slow to answer."""
-    held = ChatTurn.objects.filter(state=TurnState.RUNNING, lease_expires_at__gt=Now())
-    return held.exclude(origin=TurnOrigin.COMMAND).exists()
+        # A worker that keeps a lease may be too busy to answer.
+        held = ChatTurn.objects.filter(state=TurnState.RUNNING, lease_expires_at__gt=Now())
+        is_running = True if held.exclude(origin=TurnOrigin.COMMAND).exists() else _ask()
+        _answers[:] = [(time.monotonic(), is_running)]
+        return is_running
 
 
 def _ask() -> bool | None:

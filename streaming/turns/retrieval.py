@@ -1,4 +1,4 @@
-"""Answers over a tenant's rows: what is asked, what is found, and how it is put before the question."""
+"""Retrieval: the question of a turn, the tenant's rows nearest to it, and the excerpts that the model is given."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _INSTRUCTION = (
 def question_of(messages: Sequence[dict[str, Any]]) -> str:
     """The text of the last message of the user."""
     asked = [message for message in messages if message.get("role") == "user"]
-    return text_of(asked[-1].get("content")) if asked else ""
+    return content_text(asked[-1].get("content")) if asked else ""
 
 
-def text_of(content: Any) -> str:
+def content_text(content: Any) -> str:
     """A message's content as text: it may be a list of parts."""
     if isinstance(content, str):
         return content
@@ -33,8 +33,16 @@ def retrieve(tenant: Tenant, question: str, is_cancelled: Callable[[], bool]) ->
     """The rows nearest to the question, best first, within the bound on characters. Raises what search raises."""
     if not question.strip():
         return []
-    asked = question[:QUERY_CHARACTERS_MAX]
-    return _bounded(search(tenant, asked, settings.CHAT_KNOWLEDGE_ROWS, is_cancelled=is_cancelled))
+    hits = search(tenant, question[:QUERY_CHARACTERS_MAX], settings.CHAT_KNOWLEDGE_ROWS, is_cancelled=is_cancelled)
+    # The first always: an excerpt that is too long is better than none.
+    room = settings.CHAT_KNOWLEDGE_CHARACTERS
+    kept: list[SearchHit] = []
+    for hit in hits:
+        room -= len(hit.text)
+        if kept and room < 0:
+            break
+        kept.append(hit)
+    return kept
 
 
 def sources_of(hits: Sequence[SearchHit]) -> list[dict[str, Any]]:
@@ -53,9 +61,9 @@ def sources_of(hits: Sequence[SearchHit]) -> list[dict[str, Any]]:
 
 
 def with_excerpts(messages: list[dict[str, Any]], hits: Sequence[SearchHit]) -> list[dict[str, Any]]:
-    """The messages with the excerpts told to the model: in the system message, made where there is none.
+    """The messages with the excerpts in the system message, which is added where there is none.
 
-    One system message in front, because many chat templates take no other.
+    One system message in front: many chat templates accept no other.
     """
     if not hits:
         return messages
@@ -63,20 +71,8 @@ def with_excerpts(messages: list[dict[str, Any]], hits: Sequence[SearchHit]) -> 
         f"[{number}] {hit.repository}/{hit.path}, lines {hit.start_line}-{hit.end_line}:\n{hit.text}"
         for number, hit in enumerate(hits, start=1)
     )
-    told = f"{_INSTRUCTION}\n\n{excerpts}"
+    system = f"{_INSTRUCTION}\n\n{excerpts}"
     if messages and messages[0].get("role") in ("system", "developer"):
         first = messages[0]
-        return [{**first, "content": f"{text_of(first.get('content'))}\n\n{told}"}, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
-
-
-def _bounded(hits: Sequence[SearchHit]) -> list[SearchHit]:
-    """As many of the first as fit; the first always, since the model is better off with some of it than with none."""
-    room = settings.CHAT_KNOWLEDGE_CHARACTERS
-    kept: list[SearchHit] = []
-    for hit in hits:
-        room -= len(hit.text)
-        if kept and room < 0:
-            break
-        kept.append(hit)
-    return kept
+        return [{**first, "content": f"{content_text(first.get('content'))}\n\n{system}"}, *messages[1:]]
+    return [{"role": "system", "content": system}, *messages]

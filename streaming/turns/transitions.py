@@ -1,7 +1,7 @@
-"""A turn's transitions: each one compare-and-set on its row (docs/architecture.md, Data and states, ChatTurn).
+"""Every transition of a turn, each a compare-and-set on its row (docs/architecture.md, Data and states, ChatTurn).
 
-Taken, claimed by one worker under a lease, ended once. Whoever has lost the claim can change nothing any more. The run
-of a turn, from retrieval to its last attempt, is `streaming.turns.turn_run`.
+A turn is stored, claimed by one worker under a lease, and ended once. A holder whose claim is lost changes nothing any more.
+The run of a turn, from retrieval to its last attempt, is `streaming.turns.turn_run`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from streaming.log.events import storable
 from streaming.models import ChatAttempt, ChatTurn, Conversation
 from streaming.refusals import TooManyTurns
 from streaming.states import TURN_UNFINISHED, TurnOrigin, TurnStage, TurnState
-from streaming.turns.model_list import Offer
+from streaming.turns.model_list import ChatModel
 
 RUN_TURN = "streaming.run_turn"
 END_WITHIN_S = 120.0
-RING_AGAIN_S = 10
+NOTIFY_AGAIN_S = 10
 _DETAIL_MAX = 1000
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One process's right to run a turn. `token` fences: whoever holds another one is not it."""
+    """One process's right to run a turn. `token` fences: a holder of another token changes nothing."""
 
     turn_id: int
     token: str
@@ -56,7 +56,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Result:
-    """What a turn brought until it ended: kept at every end, whatever there was."""
+    """What a turn brought until it ended; stored at every end."""
 
     choices: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
@@ -65,56 +65,56 @@ class Result:
 
 @dataclass(frozen=True)
 class NewTurn:
-    """What a door asks for: the offer names provider and model, `request` is the client's, delivery fields aside."""
+    """A turn as an entry point asks for it. `request` is the client's, without the fields that concern delivery."""
 
     tenant: Tenant
-    offer: Offer
+    model: ChatModel
     request: dict[str, Any]
     origin: TurnOrigin
     conversation: Conversation | None = None
 
 
 def take(new: NewTurn) -> ChatTurn:
-    """Stores the turn as queued, for `ring` to ring for. Raises TooManyTurns."""
+    """Stores the turn as queued; `notify_worker` then wakes a worker. Raises TooManyTurns."""
     with transaction.atomic():
         return _insert(new, state=TurnState.QUEUED)
 
 
-def ring(turn: ChatTurn) -> None:
-    """Rings a worker for a stored turn. Asks nothing of the database."""
-    # An old bell finds its turn ended, at no more than Celery's look at its date would cost.
+def notify_worker(turn: ChatTurn) -> None:
+    """Wakes a worker for a stored turn. Sends no query."""
+    # Without an expiry: a late worker finds the turn ended, which costs no more than Celery's check of the date.
     wake_ups.notify_workers_now(RUN_TURN, str(turn.public_id))
 
 
 def take_claimed(new: NewTurn) -> tuple[ChatTurn, Claim]:
     """Stores the turn as already claimed, for a caller that runs it itself. Raises TooManyTurns."""
-    token = _new_token()
+    token = secrets.token_hex(16)
     with transaction.atomic():
-        turn = _insert(new, **_claim_fields(token, uses_knowledge=new.offer.uses_knowledge))
+        turn = _insert(new, **_claim_fields(token, uses_knowledge=new.model.uses_knowledge))
     return turn, Claim(turn.pk, token)
 
 
 def claim(turn: ChatTurn) -> Claim | None:
-    """The right to run a queued turn, or None: another has it, or it has ended. A redelivered message gets None."""
-    token = _new_token()
+    """Claims a queued turn. None if another has it or it has ended; so for a redelivered message."""
+    token = secrets.token_hex(16)
     queued = ChatTurn.objects.filter(pk=turn.pk, state=TurnState.QUEUED)
     won = queued.update(**_claim_fields(token, uses_knowledge=turn.uses_knowledge))
     return Claim(turn.pk, token) if won else None
 
 
 def renew(claims: Iterable[Claim]) -> int:
-    """Lengthens the leases of these claims, in one statement; how many still stood."""
+    """Renews the leases of these claims in one statement. Returns how many are still held."""
     tokens = [each.token for each in claims]
     return ChatTurn.objects.filter(claim_token__in=tokens, state=TurnState.RUNNING).update(lease_expires_at=_lease())
 
 
 def enter(held: Claim, stage: TurnStage, **facts: Any) -> bool:
-    """Notes what the turn is doing, and facts such as its sources; whether the claim still stands."""
+    """Writes the turn's stage, and facts such as its sources. False if the claim is lost."""
     return bool(_claimed(held).update(stage=stage, **facts))
 
 
 def end(held: Claim, ending: Ending, result: Result, first_content_at: datetime | None = None) -> bool:
-    """Ends the turn with what it brought; whether the claim still stood. A locked database is waited for."""
+    """Ends the turn with its result, retried while the database is locked or away. False if the claim is lost."""
 
     def write() -> bool:
         with transaction.atomic():
@@ -125,19 +125,23 @@ def end(held: Claim, ending: Ending, result: Result, first_content_at: datetime 
                 first_content_at=first_content_at,
             )
             if won:
-                ChatAttempt.objects.bulk_create([_attempt_of(held, attempt) for attempt in result.attempts])
+                for attempt in result.attempts:
+                    attempt.turn_id = held.turn_id
+                    # A retried write inserts again, whatever primary key the failed one had set.
+                    attempt.pk = None
+                ChatAttempt.objects.bulk_create(result.attempts)
             return bool(won)
 
     return retry_on_database_error(write, END_WITHIN_S)
 
 
 def end_unclaimed(turn: ChatTurn, ending: Ending) -> bool:
-    """Ends a turn that nobody has claimed; whether it was still queued."""
+    """Ends a turn that no worker has claimed. False if it is not queued any more."""
     return bool(ChatTurn.objects.filter(pk=turn.pk, state=TurnState.QUEUED).update(**_end_fields(ending)))
 
 
 def request_cancel(turn: ChatTurn) -> bool:
-    """Ends a queued turn as cancelled, or asks the worker of a running one to; whether it was unfinished."""
+    """Ends a queued turn as cancelled, or asks the worker of a running one to. False if it has ended."""
     if end_unclaimed(turn, Ending(TurnState.CANCELLED, codes.USER_CANCELLED)):
         return True
     asked = Q(cancel_requested_at=None)
@@ -145,32 +149,32 @@ def request_cancel(turn: ChatTurn) -> bool:
     return ChatTurn.objects.filter(pk=turn.pk, state=TurnState.RUNNING).exists()
 
 
-def take_over_lost(turn: ChatTurn) -> Claim | None:
-    """The claim of a running turn whose worker has let its lease run out, or None. To end it, not to run it again."""
-    token = _new_token()
+def take_over_orphaned(turn: ChatTurn) -> Claim | None:
+    """Claims a running turn whose lease has run out, to end it, not to run it again. None if it is not orphaned."""
+    token = secrets.token_hex(16)
     lost = ChatTurn.objects.filter(pk=turn.pk, state=TurnState.RUNNING, lease_expires_at__lt=Now())
     return Claim(turn.pk, token) if lost.update(claim_token=token, lease_expires_at=_lease()) else None
 
 
-def ring_again(turn: ChatTurn) -> bool:
-    """Rings for a turn that has stood queued, at most every 10 s whoever asks; whether it rang."""
-    before = timezone.now() - timedelta(seconds=RING_AGAIN_S)
+def notify_worker_again(turn: ChatTurn) -> bool:
+    """Wakes a worker again for a queued turn, at most every 10 s for all callers. Returns whether it did."""
+    before = timezone.now() - timedelta(seconds=NOTIFY_AGAIN_S)
     stale = Q(rung_at=None) | Q(rung_at__lt=before)
     with transaction.atomic():
         won = ChatTurn.objects.filter(stale, pk=turn.pk, state=TurnState.QUEUED).update(rung_at=timezone.now())
         if won:
-            transaction.on_commit(lambda: ring(turn))
+            transaction.on_commit(lambda: notify_worker(turn))
     return bool(won)
 
 
-def is_lost(turn: ChatTurn) -> bool:
-    """Whether the row says that its worker is gone."""
+def is_orphaned(turn: ChatTurn) -> bool:
+    """Whether the turn is running and its lease has run out."""
     expires = turn.lease_expires_at
     return turn.state == TurnState.RUNNING and expires is not None and expires < timezone.now()
 
 
 def ending_of(turn: ChatTurn) -> Ending:
-    """How the row says that the turn ended."""
+    """How the turn ended, read from its row."""
     return Ending(
         TurnState(turn.state),
         turn.error_code,
@@ -182,7 +186,7 @@ def ending_of(turn: ChatTurn) -> Ending:
 
 
 def end_data(ending: Ending) -> dict[str, Any]:
-    """What the end event says."""
+    """The data of the end event."""
     return {
         "state": str(ending.state),
         "error_code": ending.error_code,
@@ -194,16 +198,16 @@ def end_data(ending: Ending) -> dict[str, Any]:
 
 
 def _insert(new: NewTurn, **fields: Any) -> ChatTurn:
-    # The lock that makes the count true: on SQLite the transaction itself, elsewhere the tenant's row.
+    # Locked, so that the count is exact: SQLite's transaction locks by itself.
     if connection.features.has_select_for_update:
         Tenant.objects.select_for_update(no_key=True).get(pk=new.tenant.pk)
     if ChatTurn.objects.filter(tenant=new.tenant, state__in=TURN_UNFINISHED).count() >= settings.CHAT_TURNS_PER_TENANT:
         raise TooManyTurns(f"There are {settings.CHAT_TURNS_PER_TENANT} unfinished turns already: wait for one to end.")
     return ChatTurn.objects.create(
         tenant=new.tenant,
-        provider=new.offer.provider,
-        model=new.offer.model,
-        uses_knowledge=new.offer.uses_knowledge,
+        provider=new.model.provider,
+        model=new.model.name,
+        uses_knowledge=new.model.uses_knowledge,
         conversation=new.conversation,
         origin=new.origin,
         request=storable(new.request),
@@ -240,17 +244,6 @@ def _end_fields(ending: Ending) -> dict[str, Any]:
     }
 
 
-def _attempt_of(held: Claim, attempt: ChatAttempt) -> ChatAttempt:
-    attempt.turn_id = held.turn_id
-    # A write that is tried again must insert again, whatever the failed one had set.
-    attempt.pk = None
-    return attempt
-
-
-def _new_token() -> str:
-    return secrets.token_hex(16)
-
-
 def _lease() -> Any:
-    # The database's clock: the machines of workers and readers need not agree about the time.
+    # The database's clock: the hosts of workers and readers may differ.
     return Now() + timedelta(milliseconds=settings.LEASE_MS)

@@ -22,7 +22,7 @@ from embeddings.errors import ProviderError, SluicegateError, TaskExpired
 from embeddings.query.search import SearchHit
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 from project.runtime import event_loop
-from project.runtime.database_threads import in_line_thread
+from project.runtime.database_threads import in_fifo_thread
 from project.runtime.error_place import place_of
 from streaming import codes
 from streaming.log import events
@@ -43,7 +43,7 @@ from streaming.upstream.retry import RetryKind, RetryPolicy, decide_retry
 
 logger = logging.getLogger(__name__)
 
-# Readers who are not told of the end find it in the database: the log is not waited for any longer.
+# Do not wait longer for the log: readers that miss the end event find it in the database.
 CLOSE_LOG_S = 2.0
 
 SHUT_DOWN = Ending(
@@ -66,13 +66,13 @@ TURN_WALL = Ending(
 
 @dataclass(frozen=True)
 class _Work:
-    """What the loop needs of a turn: nothing that would touch the database."""
+    """The facts of a turn that the loop needs, without access to the database."""
 
     turn: str
     config: ProviderConfig
     request: dict[str, Any]
     sources: list[dict[str, Any]]
-    # By the monotonic clock, the loop's own; None is never.
+    # On the loop's monotonic clock; None for never.
     deadline: float | None
 
     @property
@@ -93,45 +93,41 @@ class _Outcome:
 
 
 def run(turn: ChatTurn, claim: Claim, *, listener: Listener | None = None) -> Ending | None:
-    """Runs the turn to its end, which is returned once it is stored; None if the claim was lost on the way."""
+    """Runs the turn and stores its end, which is returned; None if the claim was lost."""
     with claims.held(claim) as held:
         return run_held(turn, held, listener=listener)
 
 
 def run_held(turn: ChatTurn, held: HeldClaim, *, listener: Listener | None = None) -> Ending | None:
-    """The same under a claim that the caller keeps."""
-    # Not waited for: the thread's next step hands the loop more to do anyway.
+    """The same under a claim that the caller holds."""
+    # Not awaited: the thread's next step needs the loop anyway.
     opening = event_loop.submit(_open(turn))
     outcome = _Outcome()
     try:
-        _carry_out(turn, held, opening, outcome, listener)
+        prepared = _prepare(turn, held)
+        if isinstance(prepared, Ending):
+            outcome.ending = prepared
+        else:
+            event_loop.run(_Streaming(prepared, held, outcome).run(opening, listener))
     except Exception as error:
-        # Whatever it was, the turn must not stay behind as running; the text so far is kept.
+        # Whatever it was, the turn must end; its text so far is kept.
         logger.error("turn=%s failed: %s", turn.public_id, place_of(error))
     log = opening.result()
-    if held.is_lost or not in_line_thread(
+    if held.is_lost or not in_fifo_thread(
         transitions.end, held.claim, outcome.ending, outcome.result(), outcome.first_content_at
     ):
         event_loop.run(_abandon(log))
         logger.warning("turn=%s lost its claim: nothing more is written", turn.public_id)
         return None
     event_loop.run(log.close(len(outcome.attempts), transitions.end_data(outcome.ending), CLOSE_LOG_S))
-    logger.info("turn=%s ended: state=%s code=%s attempts=%d", turn.public_id, *_facts(outcome))
-    return outcome.ending
-
-
-def _carry_out(
-    turn: ChatTurn, held: HeldClaim, opening: Future[TurnLog], outcome: _Outcome, listener: Listener | None
-) -> None:
-    prepared = _prepare(turn, held)
-    if isinstance(prepared, Ending):
-        outcome.ending = prepared
-    else:
-        event_loop.run(_Streaming(prepared, held, outcome).run(opening, listener))
+    ending = outcome.ending
+    facts = (turn.public_id, ending.state.value, ending.error_code or "-", len(outcome.attempts))
+    logger.info("turn=%s ended: state=%s code=%s attempts=%d", *facts)
+    return ending
 
 
 def _prepare(turn: ChatTurn, held: HeldClaim) -> _Work | Ending:
-    """What is asked of which provider, the tenant's rows retrieved if the turn is over its knowledge."""
+    """The request and its provider, with the tenant's rows retrieved if the turn is over its knowledge; or the turn's end."""
     try:
         config = config_of(turn.provider)
     except (ProviderError, InvalidBudgetError) as error:
@@ -158,10 +154,10 @@ def _retrieve(turn: ChatTurn, held: HeldClaim, deadline: float | None) -> list[S
     try:
         hits = retrieve(turn.tenant, question, lambda: held.is_interrupted or _is_past(deadline))
     finally:
-        # A thread that follows a provider holds no connection: there are more threads than connections.
+        # A thread that waits for a provider holds no connection: there are more threads than connections.
         connections.close_all()
     sources = events.storable(sources_of(hits))
-    in_line_thread(transitions.enter, held.claim, TurnStage.STREAMING, sources=sources)
+    in_fifo_thread(transitions.enter, held.claim, TurnStage.STREAMING, sources=sources)
     return hits
 
 
@@ -181,12 +177,8 @@ def _interruption(held: HeldClaim) -> Ending:
     return CANCELLED if held.is_cancelled else SHUT_DOWN
 
 
-def _facts(outcome: _Outcome) -> tuple[str, str, int]:
-    return outcome.ending.state.value, outcome.ending.error_code or "-", len(outcome.attempts)
-
-
 class _Streaming:
-    """The attempts of one turn, on the loop. What came is left in `outcome`, however it ends."""
+    """The attempts of one turn, on the loop. `outcome` holds the result, however they end."""
 
     def __init__(self, work: _Work, held: HeldClaim, outcome: _Outcome) -> None:
         self._work = work
@@ -247,7 +239,7 @@ class _Streaming:
                     if recorder.is_full:
                         break
                     taken += 1
-                    # A packet may hold hundreds.
+                    # One packet may hold hundreds of deltas.
                     if taken % fairness.SHARE == 0:
                         await fairness.after_share()
         finally:
@@ -259,7 +251,7 @@ class _Streaming:
         outcome = self._outcome
         outcome.attempts.append(_row_of(result, number, is_full=recorder.is_full))
         outcome.first_content_at = outcome.first_content_at or result.first_content_at
-        # What was cut off by our own bound did not finish, though the provider may have said so in the same packet.
+        # An answer that our bound has cut did not finish, though a finish reason may be in the same packet.
         for choice, reason in sorted(() if recorder.is_full else result.finish_reasons.items()):
             recorder.finish(choice, reason)
         if result.usage:

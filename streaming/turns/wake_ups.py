@@ -1,7 +1,7 @@
-"""Celery's view of a bell of chat: a message that nobody acknowledges.
+"""Celery's request of a chat wake-up: a message that is not acknowledged.
 
-Its queue keeps no account of what it has handed over (`no_ack` in the settings), but kombu's transport for Redis sends an
-acknowledgement all the same: two clients made and two transactions for each turn, a quarter of what a start costs a worker.
+Its queue keeps no record of delivered messages (`no_ack` in the settings), but kombu's Redis transport acknowledges all the
+same: two clients made and two transactions for each turn, a quarter of a start's cost in a worker (decision 12).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from celery.worker.request import Request
 
 
-class Bell(Request):
+class WakeUpRequest(Request):
     """Acknowledged from the start."""
 
     acknowledged = True

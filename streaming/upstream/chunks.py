@@ -19,17 +19,17 @@ from streaming.upstream.tool_calls import ToolCalls, says_something
 # An answer has at most 128 choices; an endless supply of new ones must not fill our memory.
 MOST_CHOICES = 128
 FINISH_REASON_MAX = 64
-# Written by servers that have no null.
+# Some servers send these in place of null.
 _NO_FINISHES = frozenset({"", "null", "none", "None"})
 
 
 @dataclass(slots=True)
 class ChatDelta:
-    """What one chunk added to one choice: never nothing.
+    """What one chunk added to one choice; never empty.
 
-    `tool_calls` are as the API has them. `choice` and `chunk` are the provider's own objects: log probabilities, ids and
-    a legacy `function_call` stand in them alone. `is_plain` says that there is nothing but text, so that it can be joined
-    to its neighbours.
+    `tool_calls` have the API's shape. `choice` and `chunk` are the provider's own objects: only they hold log
+    probabilities, ids and a legacy `function_call`. With `is_plain` there is nothing but text, which can be joined to
+    neighbouring deltas.
     """
 
     index: int
@@ -87,14 +87,13 @@ class ChunkReader:
             raise StreamTruncatedError("incomplete_event") from error
 
     def fault(self, *, lenient: bool) -> StreamTruncatedError | ProtocolError | None:
-        """What is missing from an answer whose stream has ended; None if it is complete.
+        """The error of an answer that is incomplete when its stream has ended; None if it is complete.
 
-        Words that stand where a chat stream has none are no answer, and their stream no success. A lenient provider may
-        leave out the finish reasons, but not both them and its `[DONE]`: nothing else tells an answer that is over from
-        one that was cut.
+        Text outside a delta is no answer, so a stream of nothing else has failed. A lenient provider may leave out the
+        finish reasons or `[DONE]`, but not both: nothing else distinguishes a finished answer from one that was cut.
         """
         if self._says_elsewhere and not self.delivered:
-            return ProtocolError("no_delta", "the answer does not stand in the text of a delta: no chat stream")
+            return ProtocolError("no_delta", "the answer is not in the text of a delta: this is no chat stream")
         unfinished = self._choices_seen - self.finish_reasons.keys()
         if self.finish_reasons and not unfinished and (self.is_done or self.is_finished):
             return None
@@ -154,11 +153,11 @@ class ChunkReader:
         return found
 
     def _delta_of(self, index: int, delta: Json, choice: Json, chunk: Json) -> ChatDelta | None:
-        """None where nothing that counts as delivered stands in the delta."""
+        """None if the delta holds nothing that counts as delivered."""
         text = delta.get("content")
         if type(text) is not str:
             text = text_of(text)
-        if len(delta) <= 2 and text and ("role" in delta or len(delta) == 1):  # By far the most of all chunks.
+        if len(delta) <= 2 and text and ("role" in delta or len(delta) == 1):  # Almost every chunk.
             return ChatDelta(index, text, "", "", [], choice.get("logprobs") is None, choice, chunk)
         reasoning = text_of(delta.get("reasoning_content")) or text_of(delta.get("reasoning"))
         refusal = text_of(delta.get("refusal"))
@@ -181,12 +180,12 @@ def text_of(content: Any) -> str:
 
 
 def _is_named(event: SseEvent) -> bool:
-    """Heartbeats and news are sent as named events with any data."""
+    """Whether the event has a name of its own: servers send heartbeats and status that way, with any data."""
     return event.type not in ("", "message")
 
 
 def _says_elsewhere(choice: Json) -> bool:
-    """Whether there are words in a choice where a chat stream has none: in a `message`, a `text`, an odd delta."""
+    """Whether a choice has text where a chat stream has none: in `message`, in `text`, or in a delta that is no object."""
     delta, message = choice.get("delta"), choice.get("message")
     if choice.get("text") or (delta and not isinstance(delta, dict)):
         return True
@@ -206,7 +205,7 @@ def _lenient_json(data: str) -> Any:
 
 def _parse(data: str) -> Any:
     parsed = strict_json.parse(data)
-    # Only escapes can smuggle in half a character, which no database and no socket would take.
+    # Only an escape can hold a lone surrogate, which no database and no socket accepts.
     return _without_lone_surrogates(parsed) if "\\ud" in data or "\\uD" in data else parsed
 
 

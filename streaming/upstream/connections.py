@@ -1,11 +1,13 @@
-"""Connections for the HTTP client under a chat stream, at a third of what its own cost for each packet (a chat has
-thousands a second): those enter a cancel scope and a time limit, and pause and resume the socket, at every read.
+"""Connections for the HTTP client under a chat stream (docs/decisions/0010-connections-of-our-own-under-a-chat.md).
 
-A read costs as much as some packets do. Where hundreds of streams run, what comes for one of them shortly after it was read
-is therefore gathered and read at once.
+They cost about half as much processor time a packet as the client's own, which enter a cancel scope and a time limit, and
+pause and resume the socket, at every read.
 
-No time limits: the watchdog is the one owner of time (docs/architecture.md, Chat). TCP and TLS only; no Unix sockets.
-Errors are httpcore2's own, the system's error as their cause.
+With hundreds of streams in one process, packets that arrive shortly after a stream was read are gathered into one read
+(docs/decisions/0011-many-streams-share-the-reads.md).
+
+No time limits: the watchdog alone measures time (docs/architecture.md, Chat). TCP and TLS only, no Unix sockets. Errors are
+httpcore2's, with the operating system's error as their cause.
 """
 
 from __future__ import annotations
@@ -21,25 +23,25 @@ import httpcore2
 from aiohappyeyeballs import start_connection
 from httpcore2 import SOCKET_OPTION
 
-# So much may wait unread before the peer has to.
+# Pause reading above this many buffered bytes.
 _UNREAD_BYTES_MAX = 256 * 1024
-# So many reads a second are made of all streams together, those that are quiet longer than their share not counted.
+# How many reads a second all streams of the process share. A stream that is silent for longer than its share costs none.
 READS_PER_S = 2_000
-# A share that is shorter saves nothing: fewer packets come within it. A longer one would be seen, and could be taken for
-# silence by the shortest of budgets.
+# Below the minimum, gathering saves nothing, because few packets arrive that close together. Above the maximum, a person
+# would notice the delay, and a very short silence budget could run out.
 GATHER_LEAST_S, GATHER_MOST_S = 0.020, 0.100
-# The head of a reply and its first text are not gathered.
+# The first reads of a reply (its head, its first text) are never delayed.
 FIRST_READS = 4
-# Nor is what comes faster than it can be read.
+# Above this many buffered bytes, read at once.
 GATHERED_BYTES_MAX = 16 * 1024
-# Between two addresses of one name, as RFC 8305 recommends.
+# The delay before the next address of a name is tried as well, as RFC 8305 recommends.
 _NEXT_ADDRESS_S = 0.25
-# asyncio's own limit on a handshake, lifted.
-_NEVER_S = 1e6
+# asyncio insists on a limit for a TLS handshake.
+_NO_HANDSHAKE_LIMIT_S = 1e6
 
 
 class Backend(httpcore2.AsyncNetworkBackend):
-    """For `httpcore2.AsyncConnectionPool`; each connection belongs to the loop that it was made on."""
+    """The network backend of an `httpcore2.AsyncConnectionPool`. A connection belongs to the loop that opened it."""
 
     async def connect_tcp(
         self,
@@ -64,16 +66,16 @@ class Backend(httpcore2.AsyncNetworkBackend):
 
 
 class Connection(httpcore2.AsyncNetworkStream):
-    """One connection. `get_extra_info("abort")` is the function that ends it at once, for both sides."""
+    """One connection. `get_extra_info("abort")` is a function that closes it at once, without waiting for the peer."""
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """What has come, at most `max_bytes`, or what comes next; nothing once the peer has closed."""
+        """At least one byte and at most `max_bytes`; empty once the peer has closed. Raises httpcore2.ReadError."""
         wire = self._wire
         if not wire.unread and not wire.has_ended:
-            await wire.news()
+            await wire.wait_readable()
         if wire.unread:
             return wire.take(max_bytes)
         if wire.error is not None:
@@ -81,43 +83,49 @@ class Connection(httpcore2.AsyncNetworkStream):
         return b""
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Returns once the socket has taken the buffer, but for the little that the loop may hold."""
+        """Returns once asyncio's write buffer is below its limit. Raises httpcore2.WriteError."""
         if self._wire.error is not None:
             raise httpcore2.WriteError(str(self._wire.error)) from self._wire.error
         if buffer:
             self._wire.reads = 0
             self._wire.transport.write(buffer)
-            await self._wire.room()
+            await self._wire.wait_writable()
 
     async def aclose(self) -> None:
         self._wire.abort()
-        # The loop closes the socket in its next round.
+        # The loop closes the socket in its next iteration.
         await asyncio.sleep(0)
 
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore2.AsyncNetworkStream:
-        """Raises httpcore2.ConnectError. A handshake that is broken off leaves no socket open."""
+        """Raises httpcore2.ConnectError. A handshake that fails or is cancelled leaves no socket open."""
         wire, loop = self._wire, asyncio.get_running_loop()
+        has_started = False
         try:
             transport = await loop.start_tls(
-                wire.transport, wire, ssl_context, server_hostname=server_hostname, ssl_handshake_timeout=_NEVER_S
+                wire.transport,
+                wire,
+                ssl_context,
+                server_hostname=server_hostname,
+                ssl_handshake_timeout=_NO_HANDSHAKE_LIMIT_S,
             )
-        except BaseException as error:
-            wire.abort()
-            if isinstance(error, OSError):
-                raise httpcore2.ConnectError(str(error)) from error
-            raise
-        assert transport is not None  # noqa: S101 - what the loop promises of transports that are its own
-        wire.transport = transport
+            assert transport is not None  # noqa: S101 - None only for a transport that was already closing
+            wire.transport = transport
+            has_started = True
+        except OSError as error:
+            raise httpcore2.ConnectError(str(error)) from error
+        finally:
+            if not has_started:
+                wire.abort()
         return self
 
     def get_extra_info(self, info: str) -> Any:
         if info == "abort":
             return self._wire.abort
         if info == "is_readable":
-            # Of a connection that nobody waits for: that it is over, or out of step.
-            return self._wire.has_news()
+            # The pool asks this of an idle connection: readable means that the peer has closed it or sent stray bytes.
+            return self._wire.poll()
         return self._wire.transport.get_extra_info(_NAMES.get(info, info))
 
 
@@ -125,13 +133,13 @@ _NAMES = {"client_addr": "sockname", "server_addr": "peername"}
 
 
 def gather_s(streams: int) -> float:
-    """Seconds between two reads of one stream, where so many are waited for."""
+    """The least number of seconds between two reads of one stream while `streams` are waiting for data."""
     share = streams / READS_PER_S
     return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0
 
 
 class _Wire(asyncio.Protocol):
-    """What the loop calls: keeps what came until it is read, and stops the peer when that becomes too much."""
+    """The asyncio protocol: buffers received bytes until they are read, and pauses reading when there are too many."""
 
     transport: asyncio.Transport
 
@@ -143,29 +151,29 @@ class _Wire(asyncio.Protocol):
         self._loop = loop
         self._is_paused = self._is_lost = False
         self._read_at = 0.0
-        self._alarm: asyncio.TimerHandle | None = None
-        self._reader: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._readable: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
 
     def abort(self) -> None:
-        # A transport that has told of its end no longer has a loop.
+        # A transport that has called `connection_lost` has given up its loop: a second abort would raise.
         if not self._is_lost:
             self.transport.abort()
 
-    async def news(self) -> None:
-        """Until bytes come, or the end."""
-        self._reader = self._loop.create_future()
-        _waited_for.add(self)
+    async def wait_readable(self) -> None:
+        """Returns when bytes arrive (perhaps gathered) or the connection ends."""
+        self._readable = self._loop.create_future()
+        _waiting.add(self)
         try:
-            await self._reader
+            await self._readable
         finally:
-            _waited_for.discard(self)
-            self._reader = None
+            _waiting.discard(self)
+            self._readable = None
 
-    async def room(self) -> None:
-        """Until more may be written."""
-        if self._writer is not None:
-            await asyncio.shield(self._writer)
+    async def wait_writable(self) -> None:
+        """Returns when asyncio's write buffer is below its limit, or the connection ends."""
+        if self._writable is not None:
+            await asyncio.shield(self._writable)
 
     def take(self, max_bytes: int) -> bytes:
         taken = bytes(self.unread[:max_bytes])
@@ -177,21 +185,27 @@ class _Wire(asyncio.Protocol):
             self.transport.resume_reading()
         return taken
 
-    def has_news(self) -> bool:
+    def poll(self) -> bool:
+        """Whether there is anything to read now, the end of the connection included."""
         if self.unread or self.has_ended or self.transport.is_closing():
             return True
-        # What has reached this machine since the loop last looked.
-        watch = select.poll()
-        watch.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(watch.poll(0))
+        # Bytes, or an end, may have reached the socket since the loop last polled it.
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poller.poll(0))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.unread += data
-        if self._reader is not None:
-            self._wake_reader_in_time()
+        if self._readable is not None:
+            due = self._read_at + gather_s(len(_waiting))
+            is_early = self.reads >= FIRST_READS and len(self.unread) < GATHERED_BYTES_MAX and self._loop.time() < due
+            if not is_early:
+                self._wake_reader()
+            elif self._timer is None:
+                self._timer = self._loop.call_at(due, self._wake_reader)
         if len(self.unread) >= _UNREAD_BYTES_MAX and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
@@ -201,11 +215,11 @@ class _Wire(asyncio.Protocol):
         self._wake_reader()
 
     def pause_writing(self) -> None:
-        self._writer = self._loop.create_future()
+        self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        writer, self._writer = self._writer, None
-        _wake(writer)
+        writable, self._writable = self._writable, None
+        _wake(writable)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_ended = self._is_lost = True
@@ -213,26 +227,17 @@ class _Wire(asyncio.Protocol):
         self._wake_reader()
         self.resume_writing()
 
-    def _wake_reader_in_time(self) -> None:
-        """At once, or when its share of the process's reads has come."""
-        due = self._read_at + gather_s(len(_waited_for))
-        is_early = self.reads >= FIRST_READS and len(self.unread) < GATHERED_BYTES_MAX and self._loop.time() < due
-        if not is_early:
-            self._wake_reader()
-        elif self._alarm is None:
-            self._alarm = self._loop.call_at(due, self._wake_reader)
-
     def _wake_reader(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        _wake(self._reader)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        _wake(self._readable)
 
 
-# On every loop of the process: single operations of a set, which need no lock.
-_waited_for: set[_Wire] = set()
+# The connections of every loop of the process that wait for data. Single operations of a set need no lock.
+_waiting: set[_Wire] = set()
 
 
-def _wake(waiting: asyncio.Future[None] | None) -> None:
-    if waiting is not None and not waiting.done():
-        waiting.set_result(None)
+def _wake(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

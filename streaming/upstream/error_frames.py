@@ -16,7 +16,7 @@ _CODES = ("code", "status", "status_code", "error_code")
 
 
 def is_error_frame(chunk: Json, *, is_named: bool) -> bool:
-    """Whether the object reports an error. Without choices, and in no named event, other shapes than OpenAI's do too."""
+    """Whether the object reports an error. Without choices and outside a named event, shapes other than OpenAI's count."""
     if chunk.get("error") or chunk.get("object") == "error":
         return True
     if is_named or chunk.get("choices") is not None:
@@ -31,7 +31,7 @@ def frame_error(frame: Any, scrub: Callable[[str], str]) -> ProviderFrameError:
     outer = frame if isinstance(frame, dict) else {"message": _as_words(frame)}
     said = outer.get("error") or outer
     inner = said if isinstance(said, dict) else {"message": _as_words(said)}
-    name = _name_in(inner) or _text_or_none(inner.get("type"))
+    name = _name_in(inner) or (inner["type"] if isinstance(inner.get("type"), str) else None)
     return ProviderFrameError(
         scrub(_message_of(inner)),
         provider_code=scrub(name) if name is not None else None,
@@ -40,7 +40,7 @@ def frame_error(frame: Any, scrub: Callable[[str], str]) -> ProviderFrameError:
 
 
 def finish_error(reason: str, choice: Json, said: str, scrub: Callable[[str], str]) -> ProviderFrameError:
-    """A failure dressed as a finish: its message stands where the answer would, and is not one."""
+    """A failure sent as a finish: the text in place of the answer is its message."""
     error = choice.get("error")
     return frame_error({"error": error if isinstance(error, dict) else {"message": said, "code": reason}}, scrub)
 
@@ -57,10 +57,6 @@ def _as_words(said: Any) -> str:
 def _name_in(error: Json) -> str | None:
     code = error.get("code")
     return code if isinstance(code, str) and code and not code.isdigit() else None
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _status_in(error: Json) -> int | None:

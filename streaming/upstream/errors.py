@@ -27,7 +27,7 @@ class EndState(StrEnum):
 
 
 class ChatStreamError(Exception):
-    """Base of everything that ends an attempt other than well."""
+    """Base of every error that ends an attempt."""
 
     code: str = "CHAT_STREAM_ERROR"
     end_state: ClassVar[EndState] = EndState.INTERRUPTED
@@ -35,7 +35,7 @@ class ChatStreamError(Exception):
 
 
 class StreamCancelledError(ChatStreamError):
-    """The user cancelled; that outranks whatever else happened by then."""
+    """The user cancelled; this takes precedence over any other error."""
 
     code = "STREAM_CANCELLED"
     end_state = EndState.CANCELLED
@@ -68,7 +68,7 @@ class StreamRequestTimeoutError(StreamTimeoutError):
 class StreamInactivityTimeoutError(StreamTimeoutError):
     """The stream made no progress for `idle_ms`.
 
-    `kind` tells what it did instead: `silent` (no byte), `keepalive` (bytes, but no chunk) or `empty_chunks` (chunks,
+    `kind` is what it did instead: `silent` (no byte), `keepalive` (bytes, but no chunk) or `empty_chunks` (chunks,
     but no content, before the first content).
     """
 
@@ -87,7 +87,7 @@ class StreamInactivityTimeoutError(StreamTimeoutError):
 
 
 class StreamLifetimeExceededError(StreamTimeoutError):
-    """One attempt waited for upstream for longer than its lifetime budget, though it never fell silent."""
+    """An attempt waited for upstream for longer than its lifetime budget, without ever falling silent."""
 
     code = "STREAM_LIFETIME_EXCEEDED"
     end_state = EndState.LIFETIME_EXCEEDED
@@ -95,14 +95,14 @@ class StreamLifetimeExceededError(StreamTimeoutError):
 
 
 class FinishGraceElapsedError(StreamTimeoutError):
-    """The last word was said, and what might still follow did not come in time: an end, and no failure."""
+    """The answer has finished, and nothing followed within the grace period: an end, not a failure."""
 
     code = "STREAM_FINISH_GRACE_ELAPSED"
     end_state = EndState.COMPLETED
     error_kind = ""
 
 
-# --- what the provider said, or how it said it ---------------------------------------------------------------------
+# --- the provider's reply --------------------------------------------------------------------------------------------
 class ProviderStatusError(ChatStreamError):
     """The provider answered with an error status. `detail` is bounded and scrubbed; `provider_code` is its own code."""
 

@@ -6,8 +6,8 @@
     attempt.result                      # AttemptResult: how it ended, whatever it was
 
 Nothing that the provider or the network does is raised: it is in the result, typed and classified. What is raised is a
-cancellation of the task (the result then says `cancelled` or `interrupted`) and an error of our own. The socket is free
-once the block is left, however it is left.
+cancellation of the task (the result is then `cancelled` or `interrupted`) and an error of our own. However the block is
+left, its socket is free afterwards.
 """
 
 from __future__ import annotations
@@ -27,33 +27,78 @@ import httpx2
 import openai
 
 from embeddings.providers.base import NO_KEY, scrubbed
-from embeddings.providers.http import retry_after_ms
-from streaming.upstream.attempt import AttemptResult, ProviderConfig
+from embeddings.providers.http_base import retry_after_ms, unreadable_encoding
 from streaming.upstream.budgets import LARGEST_BUDGET_MS
 from streaming.upstream.chunks import ChatDelta, ChunkReader
 from streaming.upstream.errors import (
     ChatStreamError,
+    EndState,
     FinishGraceElapsedError,
     ProtocolError,
     ProviderStatusError,
     StreamCancelledError,
     TransportError,
 )
-from streaming.upstream.retry import NOTHING_TO_RETRY, classify_retry_error, end_of
+from streaming.upstream.provider_config import ProviderConfig
+from streaming.upstream.retry import NOTHING_TO_RETRY, RetryClassification, classify_retry_error, end_of
 from streaming.upstream.sse_decoder import SseDecodeError, SseDecoder
 from streaming.upstream.stream_clock import StreamClock
-from streaming.upstream.transport import http_client, read_prefix, shut_down, typed_transport_error, unreadable_encoding
+from streaming.upstream.transport import http_client, read_prefix, shut_down, typed_transport_error
 from streaming.upstream.watchdog import CLEANUP_S, StreamGuard, close_within
 
-__all__ = ["AttemptResult", "ChatAttempt", "ChatDelta", "ProviderConfig", "close_clients", "open_attempt"]
+__all__ = ["AttemptResult", "ChatDelta", "ProviderConfig", "UpstreamAttempt", "close_clients", "open_attempt"]
 
 logger = logging.getLogger(__name__)
 
 PREFIX_BYTES = 200
 PREFIX_S = 0.5
 _TRANSPORT_ERRORS = openai.APIConnectionError | httpx2.HTTPError | httpx2.StreamError | httpx2.InvalidURL | OSError
-# What the pipeline says itself; the rest of a request passes through as it is.
+# Set by the pipeline; the other fields of a request are sent unchanged.
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "stream_options"})
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """How an attempt ended, and what it received. Times of waiting are milliseconds of waiting for upstream.
+
+    `error` is None exactly if the answer is complete. `detail` is fit for people: bounded, scrubbed, without answer text.
+    `first_content_ms` and `waited_ms` do not contain the consumer's own time.
+    """
+
+    end_state: EndState
+    error_kind: str
+    error: BaseException | None
+    classification: RetryClassification
+    delivered: bool
+    chunks: int
+    bytes: int
+    comments: int
+    finish_reasons: Mapping[int, str]
+    usage: Mapping[str, Any] | None
+    started_at: datetime
+    ended_at: datetime
+    first_content_at: datetime | None
+    first_content_ms: int | None
+    longest_gap_ms: int
+    waited_ms: int
+
+    @property
+    def error_code(self) -> str:
+        """The error's machine code; empty for a complete answer."""
+        return "" if self.error is None else str(getattr(self.error, "code", type(self.error).__name__))
+
+    @property
+    def transport_code(self) -> str | None:
+        return self.classification.transport_code
+
+    @property
+    def status(self) -> int | None:
+        """The provider's HTTP status, from its reply or from an error frame."""
+        return self.classification.status
+
+    @property
+    def detail(self) -> str:
+        return "" if self.error is None else str(self.error)
 
 
 def open_attempt(
@@ -62,16 +107,16 @@ def open_attempt(
     *,
     is_cancelled: Callable[[], bool] = lambda: False,
     label: str = "chat attempt",
-) -> ChatAttempt:
-    """An attempt at `request`, an OpenAI chat completion request; always streamed, with its usage asked for.
+) -> UpstreamAttempt:
+    """An attempt at `request`, an OpenAI chat completion request; always streamed, and always with usage.
 
-    `is_cancelled` says whether the user has cancelled by now: it names an end, and does not bring one about (cancel the
-    task for that). `label` leads the log lines.
+    `is_cancelled` tells whether the user has cancelled. It only names an end; to end the attempt, cancel its task. `label`
+    starts the log lines.
     """
-    return ChatAttempt(config, request, is_cancelled, label)
+    return UpstreamAttempt(config, request, is_cancelled, label)
 
 
-class ChatAttempt:
+class UpstreamAttempt:
     """An async context manager and an async iterator of ChatDelta; use it once, by `open_attempt`."""
 
     def __init__(
@@ -111,7 +156,7 @@ class ChatAttempt:
         return self._result
 
     def quiet_ms(self) -> int:
-        """For how long upstream has sent no chunk, to tell a reader of; call it on the attempt's loop."""
+        """For how long upstream has sent no chunk; call it on the attempt's loop."""
         return self._clock.quiet_ms(asyncio.get_running_loop().time())
 
     async def _run(self) -> AsyncGenerator[ChatDelta, None]:
@@ -123,7 +168,7 @@ class ChatAttempt:
         except (asyncio.CancelledError, GeneratorExit) as error:
             self._error = StreamCancelledError() if self._is_cancelled() else asyncio.CancelledError(*error.args)
             raise
-        except Exception as error:
+        except Exception as error:  # What the result cannot name is raised again below.
             self._error = self._typed(error)
             if not isinstance(self._error, ChatStreamError | None):
                 raise
@@ -131,7 +176,7 @@ class ChatAttempt:
             self._conclude()
 
     async def _reply(self, sdk: openai.AsyncOpenAI) -> AsyncGenerator[ChatDelta, None]:
-        """Sends the request and gives the reply's deltas; whatever happens, its connection is free afterwards."""
+        """Sends the request and yields the reply's deltas; its connection is free afterwards, whatever happens."""
         call = sdk.chat.completions.with_streaming_response.create(**self._parameters())
         try:
             response = await self._guard.wait(call.__aenter__())
@@ -144,16 +189,20 @@ class ChatAttempt:
             await close_within(partial(call.__aexit__, None, None, None), CLEANUP_S)
 
     async def _stream(self, http: httpx2.Response) -> AsyncGenerator[ChatDelta, None]:
-        """The deltas of a stream. Raises whatever ended it, unless it ended well."""
+        """The deltas of a stream. Raises the error that ended it, if one did."""
         await self._check_is_stream(http)
         self._clock.headers_arrived()
         body = http.aiter_bytes() if http.headers.get("content-encoding") else http.aiter_raw()
-        async with aclosing(self._guard.watch(body, self._note_packet)) as packets:
+        packets = self._guard.watch(body, lambda packet: self._clock.bytes_arrived(len(packet)))
+        async with aclosing(packets):
             async for packet in packets:
                 for delta in self._read(packet):
                     yield delta
-        for delta in self._read_rest():
-            yield delta
+        # The last event may lack its blank line.
+        incomplete = None if self._reader.is_done else self._decoder.finish()
+        if incomplete is not None:
+            for delta in self._progress(self._reader.read_incomplete(incomplete) or []):
+                yield delta
         fault = self._reader.fault(lenient=self._config.lenient)
         if fault is not None:
             raise fault
@@ -165,22 +214,19 @@ class ChatAttempt:
         if content_type == "text/event-stream":
             return
         prefix = b""
-        # As much more as a key may be cut in half at its end: half a key is not recognized, and not shown.
+        # Longer by a key, so that the key is whole where it is scrubbed: half a key would not be recognized.
         longest = PREFIX_BYTES + len((self._config.api_key or "").encode())
         try:
             async with asyncio.timeout(PREFIX_S):
                 prefix = await read_prefix(http, longest)
         except (TimeoutError, httpx2.HTTPError):
-            pass  # What it is not, we know already.
+            pass  # The prefix is only for the message.
         said = self._scrub(prefix.decode("utf-8", "replace"))[:PREFIX_BYTES]
         raise ProtocolError(
             "not_an_event_stream",
             f"the provider answered {http.status_code} with {self._scrub(content_type) or 'no content type'}"
             f" instead of an event stream: {said}",
         )
-
-    def _note_packet(self, packet: bytes) -> None:
-        self._clock.bytes_arrived(len(packet))
 
     def _read(self, packet: bytes) -> Iterator[ChatDelta]:
         if self._reader.is_done:
@@ -193,12 +239,6 @@ class ChatAttempt:
             elif reader.is_done:
                 self._clock.done()
                 return
-
-    def _read_rest(self) -> Iterator[ChatDelta]:
-        """The stream has ended: what stands in an event that its blank line never completed."""
-        incomplete = None if self._reader.is_done else self._decoder.finish()
-        if incomplete is not None:
-            yield from self._progress(self._reader.read_incomplete(incomplete) or [])
 
     def _progress(self, deltas: list[ChatDelta]) -> list[ChatDelta]:
         self._clock.chunk_arrived()
@@ -213,7 +253,7 @@ class ChatAttempt:
         return deltas
 
     def _typed(self, error: Exception) -> BaseException | None:
-        """The error by which the attempt ended; whatever comes after the last word ends it as the stream's own end does."""
+        """The typed error that ended the attempt. Once the answer is over, a failure counts as the stream's own end."""
         typed: Exception = error
         if isinstance(error, SseDecodeError):
             typed = ProtocolError(error.kind, str(error))
@@ -225,7 +265,7 @@ class ChatAttempt:
         is_over = reader.is_finished or reader.is_done or isinstance(typed, FinishGraceElapsedError)
         if isinstance(typed, ChatStreamError) and is_over:
             return reader.fault(lenient=self._config.lenient)
-        if isinstance(typed, TransportError):  # Its classification may look at the causes; no other's should.
+        if isinstance(typed, TransportError):  # The causes decide its classification, and that of no other error.
             typed.__cause__ = error
         return typed
 

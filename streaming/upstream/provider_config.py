@@ -1,15 +1,35 @@
-"""From a provider's row to how its chat endpoint is reached, on the loop, without the database."""
+"""How to reach a provider's chat endpoint: made from its row, then used on the loop without the database."""
 
 from __future__ import annotations
 
-from embeddings.models import Provider
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from embeddings.providers.base import api_key
 from embeddings.states import ProviderKind
-from streaming.upstream.budgets import resolve_budgets
-from streaming.upstream.pipeline import ProviderConfig
+from streaming.upstream.budgets import ChatBudgets, resolve_budgets
 
-# Where each kind speaks OpenAI's protocol, from its own base URL.
+if TYPE_CHECKING:
+    from embeddings.models import Provider
+
+# The path, from a kind's base URL, of its OpenAI-compatible endpoint.
 _OPENAI_AT = {ProviderKind.OLLAMA: "/v1", ProviderKind.GEMINI: "/openai"}
+
+
+@dataclass(frozen=True)
+class ProviderConfig:
+    """How to reach one provider. `provider_id` names it across attempts: its client is kept and reused.
+
+    `lenient` accepts answers whose stream ends with `[DONE]` but no finish reason.
+    """
+
+    provider_id: Hashable
+    base_url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    budgets: ChatBudgets = field(default_factory=ChatBudgets)
+    lenient: bool = False
 
 
 def config_of(provider: Provider) -> ProviderConfig:

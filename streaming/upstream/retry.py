@@ -1,4 +1,4 @@
-"""What an error means for another attempt, and whether there is one (docs/architecture.md, Chat).
+"""Whether a failed attempt is retried (docs/architecture.md, Chat).
 
 Pure functions: an error is classified by its type and its machine codes, never by its text; the decision is data.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from embeddings.errors import causes
 from embeddings.timeouts import ESOCKETTIMEDOUT, ETIMEDOUT
 from streaming.upstream.errors import (
     ChatStreamError,
@@ -23,7 +24,7 @@ from streaming.upstream.errors import (
 
 TRANSPORT_CODES = frozenset({"ECONNRESET", "ECONNREFUSED", "EPIPE", ETIMEDOUT, ESOCKETTIMEDOUT})
 TRANSIENT_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-# What providers write as `code` or `type` of an error frame when the same request may succeed a moment later.
+# `code` or `type` of an error frame where the same request may succeed a moment later.
 TRANSIENT_PROVIDER_CODES = frozenset(
     {
         "internal_server_error",
@@ -39,11 +40,10 @@ TRANSIENT_PROVIDER_CODES = frozenset(
     }
 )
 MAX_RETRIES = 2
-_LONGEST_CAUSE_CHAIN = 50
 
 
 class RetryKind(StrEnum):
-    """What stands behind an error, as far as another attempt is concerned."""
+    """The cause of an error, as far as a retry depends on it."""
 
     ABORT = "abort"
     TRANSPORT = "transport"
@@ -55,7 +55,7 @@ class RetryKind(StrEnum):
 
 @dataclass(frozen=True)
 class RetryClassification:
-    """`retryable` says that another attempt might succeed; whether it is allowed is `decide_retry`'s business."""
+    """`retryable`: another attempt might succeed. `decide_retry` decides whether there is one."""
 
     kind: RetryKind
     retryable: bool
@@ -87,7 +87,7 @@ class RetryDecision:
 
 
 def classify_retry_error(error: BaseException) -> RetryClassification:
-    """Abort first, whatever else it looks like; then transport codes of the error or its causes; then what it says."""
+    """An abort takes precedence, then a transport code of the error or its causes, then the error's own type and status."""
     if is_abort(error):
         return RetryClassification(RetryKind.ABORT, retryable=False)
     transport_code = first_transport_code(causes(error))
@@ -118,7 +118,7 @@ def decide_retry(
     content_retries: int,
     policy: RetryPolicy | None = None,
 ) -> RetryDecision:
-    """Whether to try again, given what was delivered and the retries made. What was delivered is never replayed."""
+    """Whether to try again, given the retries so far. An answer of which anything was delivered is never replayed."""
     policy = policy or RetryPolicy()
     made = transport_retries + content_retries
     if not classification.retryable:
@@ -138,7 +138,7 @@ def decide_retry(
 def end_of(error: BaseException | None) -> tuple[EndState, str]:
     """The end state and the error kind of an attempt that ended with this error; None is a complete answer.
 
-    A bare asyncio cancellation is an interruption: a user's cancel has a type of its own.
+    A plain asyncio cancellation is an interruption: a user's cancel has its own type.
     """
     if error is None:
         return EndState.COMPLETED, ""
@@ -150,7 +150,7 @@ def end_of(error: BaseException | None) -> tuple[EndState, str]:
 
 
 def is_abort(error: BaseException) -> bool:
-    """Whether somebody on our side ended the call: a user's cancel, a cancelled task, a process that shuts down."""
+    """Whether our side ended the call: the user cancelled, the task was cancelled, or the process shuts down."""
     return isinstance(
         error,
         StreamCancelledError
@@ -173,27 +173,6 @@ def first_transport_code(errors: Iterable[BaseException]) -> str | None:
         if name in TRANSPORT_CODES:
             return name
     return None
-
-
-def causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
-    """The error, its cause, that one's cause, and so on; each once, though the chain be a cycle.
-
-    The members of an exception group are causes of it: a host of several addresses is refused by each. `with_contexts`
-    follows the context where there is no cause, for libraries that cut the chain with `from None`.
-    """
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting and len(seen) < _LONGEST_CAUSE_CHAIN:
-        cause = waiting.pop()
-        if id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        yield cause
-        if isinstance(cause, BaseExceptionGroup):
-            waiting.extend(reversed(cause.exceptions))
-        behind = cause.__cause__ or (cause.__context__ if with_contexts else None)
-        if behind is not None:
-            waiting.append(behind)
 
 
 def _status_of(error: BaseException) -> int | None:

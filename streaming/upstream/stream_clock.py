@@ -1,6 +1,6 @@
-"""The deadlines of one attempt: which budget runs out next, when, and what that is called (docs/architecture.md, Chat).
+"""The deadlines of one attempt: which budget runs out next, when, and with which error (docs/architecture.md, Chat).
 
-The watchdog's policy, pure: it knows no loop, and reads no clock of its own.
+The watchdog's policy, pure: it uses no event loop and reads no clock; its caller passes the times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Phase(Enum):
 
 
 class StreamClock:
-    """The deadlines of one attempt, counted in seconds of waiting for upstream; the consumer's time is not in them.
+    """The deadlines of one attempt, in seconds of waiting for upstream; the consumer's time does not count.
 
     Facts come in through `headers_arrived`, `bytes_arrived`, `chunk_arrived`, `content_arrived`, `finished` and `done`;
     `begin_wait` and `end_wait` bracket every wait with monotonic times.
@@ -75,7 +75,7 @@ class StreamClock:
         self._bytes_since_chunk = False
 
     def headers_arrived(self) -> None:
-        """The reply is a stream: from here on its first content is awaited."""
+        """The reply is a stream; the wait for its first content begins."""
         self.phase = Phase.FIRST_CONTENT
         self._phase_mark = self._byte_mark = self._chunk_mark = self._waited
 
@@ -95,7 +95,7 @@ class StreamClock:
         self._bytes_since_chunk = False
 
     def content_arrived(self) -> None:
-        """Something that is delivered: ends the wait for the first content."""
+        """Delivered content: ends the wait for the first content."""
         if self.first_content_ms is None:
             self.first_content_ms = int(self._waited * 1000)
         if self.phase is Phase.FIRST_CONTENT:
@@ -104,19 +104,19 @@ class StreamClock:
     def finished(self, *, said_more: bool = False) -> None:
         """Every choice has its finish reason: only usage may still come.
 
-        Some servers put a finish into every chunk: what is said after one starts the grace anew, within the lifetime.
+        Some servers put a finish reason into every chunk: content after one restarts the grace, within the lifetime.
         """
         if self.phase is not Phase.FINISHING or (said_more and self._waited < self._lifetime_s):
             self.phase = Phase.FINISHING
             self._phase_mark = self._waited
 
     def unfinished(self) -> None:
-        """A choice without a finish reason: if it had looked finished before, it is not."""
+        """A choice has no finish reason: an answer that looked finished is not."""
         if self.phase is Phase.FINISHING:
             self.phase = Phase.FIRST_CONTENT if self.first_content_ms is None else Phase.STREAMING
 
     def done(self) -> None:
-        """The stream said that it is over: wait only for the connection's own end, so that it can be used again."""
+        """`[DONE]` came: wait briefly for the body's end, so that the connection can be reused."""
         self.phase = Phase.FINISHING
         self._phase_mark = self._waited
         self._grace_s = min(self._grace_s, DONE_GRACE_S)
@@ -179,8 +179,8 @@ class StreamClock:
     def _kind_of_inactivity(self, waited: float, budget_s: float) -> str:
         if self.phase is Phase.STREAMING:
             return "keepalive" if self._bytes_since_chunk and waited - self._byte_mark < self._idle_s else "silent"
-        # Before the first content, one role-only chunk at the start says nothing about a stall that follows it: what
-        # came in the second half of the budget names the stall.
+        # One role-only chunk at the start should not name a stall that follows it, so only the second half of the
+        # budget counts.
         if waited - self._byte_mark >= budget_s / 2:
             return "silent"
         return "keepalive" if waited - self._chunk_mark >= budget_s / 2 else "empty_chunks"

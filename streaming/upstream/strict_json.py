@@ -1,4 +1,4 @@
-"""JSON as others may read it again: no NaN, no infinity, no nesting that a database or a recursion would not take. Pure."""
+"""JSON that every reader accepts: no NaN, no infinity, no nesting too deep for a database or a recursion. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def parse(text: str | bytes) -> Any:
         value = _DECODER.decode(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    # By far the most texts have fewer brackets than the bound: they need no walk.
+    # A text with fewer brackets than the bound cannot be nested deeper; that is almost every text.
     if text.count("{") + text.count("[") > DEPTH_MAX and _is_deeper(value, DEPTH_MAX):
         raise ValueError("nested too deeply")
     return value

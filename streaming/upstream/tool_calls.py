@@ -1,4 +1,4 @@
-"""Tool-call deltas as the API has them, whatever a server made of them (docs/architecture.md, Chat). Pure."""
+"""Tool-call deltas in the API's shape, from the shapes that servers send (docs/architecture.md, Chat). Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 class ToolCalls:
     """The tool calls of one choice.
 
-    Some servers number none of them, or all of them 0: an id of its own is a call of its own.
+    Some servers send no index, or always 0: a new id means a new call.
     """
 
     _by_id: dict[str, int] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class ToolCalls:
     _last: int = 0
 
     def read(self, calls: Any) -> list[Json]:
-        """The deltas that say something, each with its `index`, and with its arguments as text."""
+        """The deltas that carry anything, each with its `index` and with its arguments as text."""
         found = [_with_text(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
         return [self._placed(call) for call in found if says_something(call)]
 

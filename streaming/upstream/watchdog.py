@@ -1,6 +1,6 @@
 """The watchdog: the guard over a chat stream's silence (docs/architecture.md, Chat).
 
-`streaming.upstream.stream_clock` decides, `StreamGuard` carries it out on asyncio with one timer per stream.
+`streaming.upstream.stream_clock` decides when a budget runs out; `StreamGuard` enforces it with one asyncio timer per stream.
 
 Pure asyncio: no Django, no Celery, no SDK.
 """
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A loop that was blocked past a deadline finds the timer due and the data unread in the same tick. The second stage
-# gives the reading task its turns before the silence is believed.
+# After a loop was blocked past a deadline, the timer is due and data is unread in the same iteration. A second timer lets
+# the reading task run before the stream counts as silent.
 CONFIRMATION_S = 0.020
 CLEANUP_S = 1.0
 
 
 class StreamGuard:
-    """Carries out a clock's deadlines over the waits of one stream.
+    """Enforces a clock's deadlines on the waits of one stream.
 
     At a deadline the request is aborted, so that the socket is freed, and the wait ends with the clock's error; or with
     StreamCancelledError, if `is_cancelled()` says that the user had cancelled by then. One timer per stream, re-armed
@@ -191,8 +191,9 @@ def with_stream_inactivity_timeout(
 ) -> AsyncGenerator[T, None]:
     """The source's chunks; StreamInactivityTimeoutError (code ETIMEDOUT) once none has come for `idle_ms`.
 
-    `<= 0` disables: the chunks pass through. Every chunk restarts the timer. Close it with `contextlib.aclosing`.
-    Raises InvalidBudgetError for an `idle_ms` that is no integer.
+    For a stream whose only budget is its silence; a chat attempt, which has more, drives `StreamGuard` itself. `<= 0`
+    disables: the chunks pass through. Every chunk restarts the timer. Close it with `contextlib.aclosing`. Raises
+    InvalidBudgetError for an `idle_ms` that is no integer.
     """
     idle_ms = validated_budget("stream_idle_timeout_ms", idle_ms)
     clock = StreamClock(ChatBudgets(stream_idle_timeout_ms=idle_ms, stream_lifetime_ms=0))
@@ -207,7 +208,7 @@ def with_stream_inactivity_timeout(
 
 
 async def close_within(close: Callable[[], Awaitable[Any]] | None, bound_s: float) -> None:
-    """Runs a clean-up for at most `bound_s` seconds. What it raises is logged; what hangs is cancelled and left."""
+    """Runs a clean-up for at most `bound_s` seconds. Its errors are logged; if it hangs, it is cancelled and abandoned."""
     if close is None:
         return
     task = asyncio.ensure_future(_logged(close))

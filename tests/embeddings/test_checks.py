@@ -41,7 +41,7 @@ def test_the_default_settings_are_sound():
         ({"SECRET_KEY": "django-insecure-" + "a" * 40}, checks.secret_key_is_secret, "sluicegate.E006"),
         ({"DEBUG": True, "ALLOWED_HOSTS": ["example.com"]}, checks.debug_stays_at_home, "sluicegate.E007"),
         ({"DEBUG": True, "ALLOWED_HOSTS": ["*"]}, checks.debug_stays_at_home, "sluicegate.E007"),
-        ({"BUSY_RETRY_AFTER_MAX_MS": 2, "BUSY_TOTAL_MAX_MS": 1}, checks.patience_fits, "sluicegate.E008"),
+        ({"BUSY_RETRY_AFTER_MAX_MS": 2, "BUSY_TOTAL_MAX_MS": 1}, checks.busy_timeouts_fit, "sluicegate.E008"),
         ({"EMBEDDED_VALKEY": False, "REDIS_URL": "amqp://x"}, checks.redis_url_can_be_used, "sluicegate.E009"),
     ],
 )
@@ -65,7 +65,7 @@ def test_what_cannot_work_is_found(changes, check, id_, monkeypatch):
         ({"SECRET_KEY": "a" * 32}, checks.secret_key_is_secret),
         ({"DEBUG": True, "ALLOWED_HOSTS": ["localhost", "127.0.0.1"]}, checks.debug_stays_at_home),
         ({"DEBUG": False, "ALLOWED_HOSTS": ["example.com"]}, checks.debug_stays_at_home),
-        ({"BUSY_RETRY_AFTER_MAX_MS": 1, "BUSY_TOTAL_MAX_MS": 1}, checks.patience_fits),
+        ({"BUSY_RETRY_AFTER_MAX_MS": 1, "BUSY_TOTAL_MAX_MS": 1}, checks.busy_timeouts_fit),
         ({"EMBEDDED_VALKEY": False, "REDIS_URL": "rediss://example.com"}, checks.redis_url_can_be_used),
     ],
 )

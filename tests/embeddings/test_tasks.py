@@ -1,4 +1,4 @@
-"""Celery's doors: a lost message loses nothing, a duplicate does nothing, one run's trouble is not another's."""
+"""Celery's entry points: a lost message loses nothing, a duplicate does nothing, one run's trouble is not another's."""
 
 import pytest
 
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.both_databases
 
 
 def test_doors_of_what_has_gone_do_nothing(transactional_db):
-    for door in (tasks.drain_provider, tasks.scan_run, tasks.advance_run):
-        door(10**9)
+    for task in (tasks.drain_provider, tasks.scan_run, tasks.advance_run):
+        task(10**9)
 
 
 def test_duplicates_do_nothing(stage):

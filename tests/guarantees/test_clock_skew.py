@@ -10,11 +10,10 @@ from embeddings.models import EmbeddingTask, RepositoryOutcome, TenantRun
 from embeddings.runs import orphaned_runs
 from embeddings.runs.follow import follow
 from embeddings.states import RunStatus, TaskState
-from tests.support.chat_stack import Process
+from tests.support.processes import LEASES, Process
 from tests.support.provider_server import Gate, containing, gated
 from tests.support.sweeps import live_texts, texts
 from tests.support.waiting import eventually
-from tests.support.workers import LEASES
 
 pytestmark = pytest.mark.both_databases
 

@@ -144,7 +144,7 @@ CALL_MUTATIONS = (
     Mutation(
         "a redirect is followed",
         "-",
-        "embeddings/providers/http.py",
+        "embeddings/providers/http_base.py",
         "follow_redirects=False",
         "follow_redirects=True",
         (
@@ -155,8 +155,8 @@ CALL_MUTATIONS = (
     Mutation(
         "proxies of the environment are taken",
         "-",
-        "embeddings/providers/http.py",
-        "            transport=self._bounded,\n            trust_env=False,\n",
+        "embeddings/providers/http_base.py",
+        "            transport=transport,\n            trust_env=False,\n",
         "            trust_env=True,\n",
         (
             "tests/embeddings/providers/test_openai_compatible.py::TestWhatLeaves",
@@ -191,7 +191,7 @@ CALL_MUTATIONS = (
         "our own pool is taken for the provider's silence",
         "G5",
         "embeddings/providers/http.py",
-        "    if any(isinstance(cause, httpx2.PoolTimeout) for cause in causes):\n",
+        "    if any(isinstance(cause, httpx2.PoolTimeout) for cause in chain):\n",
         "    if False:\n",
         ("tests/embeddings/providers/test_openai_compatible.py::TestTransportErrors",),
     ),

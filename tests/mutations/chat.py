@@ -104,8 +104,8 @@ CHAT_MUTATIONS = (
         "a conversation is found without its tenant",
         "G12",
         "streaming/turns/conversations.py",
-        ".filter(tenant=tenant, public_id=UUID(wanted))",
-        ".filter(public_id=UUID(wanted))",
+        ".get(tenant=tenant, public_id=UUID(wanted))",
+        ".get(public_id=UUID(wanted))",
         (TURN, "-k", "conversation"),
     ),
     Mutation(

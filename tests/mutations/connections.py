@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 CONNECTIONS = "tests/streaming/upstream/test_connections.py"
-GATHERING = f"{CONNECTIONS}::TestGathering"
+BATCH_PAUSE = f"{CONNECTIONS}::TestGathering"
 GIVING_WAY = "tests/streaming/turns/test_fairness.py"
 THREADS = "tests/project/runtime/test_database_threads.py"
 OPENAI = "tests/streaming/http/test_openai_client.py"
@@ -17,9 +17,9 @@ CONNECTION_MUTATIONS = (
         "every packet is read by itself, however many streams there are",
         "-",
         "streaming/upstream/connections.py",
-        "        due = self._read_at + gather_s(len(_waited_for))\n",
-        "        due = self._read_at\n",
-        (GATHERING,),
+        "            due = self._read_at + gather_s(len(_waiting))\n",
+        "            due = self._read_at\n",
+        (BATCH_PAUSE,),
     ),
     Mutation(
         "few streams have to share their reads too",
@@ -27,7 +27,7 @@ CONNECTION_MUTATIONS = (
         "streaming/upstream/connections.py",
         "    return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0\n",
         "    return min(share, GATHER_MOST_S)\n",
-        (GATHERING,),
+        (BATCH_PAUSE,),
     ),
     Mutation(
         "a stream of thousands is read as seldom as its share says",
@@ -35,7 +35,7 @@ CONNECTION_MUTATIONS = (
         "streaming/upstream/connections.py",
         "    return min(share, GATHER_MOST_S) if share > GATHER_LEAST_S else 0.0\n",
         "    return share if share > GATHER_LEAST_S else 0.0\n",
-        (GATHERING,),
+        (BATCH_PAUSE,),
     ),
     Mutation(
         "a reply's first reads are gathered too",
@@ -43,7 +43,7 @@ CONNECTION_MUTATIONS = (
         "streaming/upstream/connections.py",
         "self.reads >= FIRST_READS and ",
         "",
-        (GATHERING,),
+        (BATCH_PAUSE,),
     ),
     Mutation(
         "a flood is gathered too",
@@ -51,15 +51,15 @@ CONNECTION_MUTATIONS = (
         "streaming/upstream/connections.py",
         "len(self.unread) < GATHERED_BYTES_MAX and ",
         "",
-        (GATHERING,),
+        (BATCH_PAUSE,),
     ),
     Mutation(
         "what was gathered is read only once more comes",
         "G10",
         "streaming/upstream/connections.py",
-        "            self._alarm = self._loop.call_at(due, self._wake_reader)\n",
-        "            pass\n",
-        (GATHERING,),
+        "                self._timer = self._loop.call_at(due, self._wake_reader)\n",
+        "                pass\n",
+        (BATCH_PAUSE,),
     ),
     Mutation(
         "a peer may send more than is ever read",
@@ -95,7 +95,7 @@ CONNECTION_MUTATIONS = (
         (GIVING_WAY,),
     ),
     Mutation(
-        "whoever asks first has the database first",
+        "a new request starts before one that has begun",
         "-",
         "project/runtime/database_threads.py",
         "(began, number, place)",
@@ -103,7 +103,7 @@ CONNECTION_MUTATIONS = (
         (THREADS,),
     ),
     Mutation(
-        "a place given to one that gave up is lost",
+        "the place of a cancelled waiter is lost",
         "-",
         "project/runtime/database_threads.py",
         "            if not place.cancelled():\n                self._leave()\n",
@@ -127,20 +127,20 @@ CONNECTION_MUTATIONS = (
         (OPENAI, "-k", "too_large_and"),
     ),
     Mutation(
-        "an account is kept of every bell",
+        "a record is kept of every wake-up",
         "-",
         "project/settings.py",
         '"chat": {"no_ack": True}',
         '"chat": {}',
-        (BELLS, "-k", "account"),
+        (BELLS, "-k", "record"),
     ),
     Mutation(
-        "every bell is acknowledged",
+        "every wake-up is acknowledged",
         "-",
         "streaming/turns/wake_ups.py",
         "acknowledged = True",
         "acknowledged = False",
-        (BELLS, "-k", "account"),
+        (BELLS, "-k", "record"),
     ),
     Mutation(
         "nobody is told of a start",

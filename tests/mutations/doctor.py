@@ -67,7 +67,7 @@ DOCTOR_MUTATIONS = (
         "a lane that nobody drains is well",
         "-",
         "embeddings/doctor/providers.py",
-        "    if is_idle and waited > patience:\n",
+        "    if is_idle and waited > timeout:\n",
         "    if is_idle and waited < timedelta():\n",
         (DOCTOR, "-k", "drains"),
     ),

@@ -1,4 +1,4 @@
-"""What an operator who is new here does first: removed tenants, sources that are gone, the documentation of the API."""
+"""A new operator's first steps: removed tenants, missing sources, the API's documentation."""
 
 import re
 
@@ -18,7 +18,7 @@ from tests.streaming.turns.test_transitions import new_turn
 from tests.support.commanding import manage
 from tests.support.factories import make_outcome, make_repository, make_run, make_tenant
 from tests.support.provider_server import R, T, silence_forever, sse
-from tests.support.waiting import eventually
+from tests.support.waiting import PROMPTLY_S, eventually
 
 
 class TestARemovedTenant:
@@ -36,13 +36,16 @@ class TestARemovedTenant:
             tenant.chat_provider = tenant.embedding_provider
         rows = [transitions.take(new_turn(tenant)) for tenant in (gone, other)]
         with claims.held(transitions.claim(rows[0])) as mine, claims.held(transitions.claim(rows[1])) as theirs:
-            claims.look(renewing=False)
+            claims.check_all()
             assert (mine.is_cancelled, theirs.is_cancelled) == (False, False)
             registry.remove_tenant(gone)
-            claims.look(renewing=False)
+            claims.check_all()
             assert (mine.is_cancelled, theirs.is_cancelled) == (True, False)
 
     def test_closes_the_socket_of_a_stream_at_the_provider(self, chat):
+        # Far longer than the removal takes: the watchdog must not be what closes the socket.
+        chat.provider.stream_idle_timeout_ms = 30_000
+        chat.provider.save()
         chat.server.next(sse(R, T("Hello"), silence_forever()))
         stream = chat.openai().chat.completions.create(
             model="scripted", messages=[{"role": "user", "content": "?"}], stream=True
@@ -51,7 +54,7 @@ class TestARemovedTenant:
         registry.remove_tenant(chat.tenant)
         with pytest.raises(openai.APIError):
             list(stream)
-        assert chat.server.wait_until_ended(1, timeout=2.0).ended_by == "client_closed"
+        assert chat.server.wait_until_ended(1, timeout=PROMPTLY_S).ended_by == "client_closed"
         eventually(lambda: ChatTurn.objects.get().state == TurnState.CANCELLED)
 
 

@@ -8,7 +8,7 @@ from django.utils import timezone
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.states import TurnOrigin, TurnState
 from streaming.turns import transitions
-from streaming.turns.model_list import default_offer
+from streaming.turns.model_list import default_model
 from streaming.turns.transitions import Ending, NewTurn, Result
 from tests.support.factories import make_provider, make_tenant
 
@@ -28,7 +28,7 @@ def tenant(db):
 
 def make_turn(tenant):
     request = {"messages": [{"role": "user", "content": "?"}]}
-    return transitions.take(NewTurn(tenant, default_offer(tenant, uses_knowledge=False), request, TurnOrigin.NATIVE))
+    return transitions.take(NewTurn(tenant, default_model(tenant, uses_knowledge=False), request, TurnOrigin.NATIVE))
 
 
 def ended(tenant, state, **values):

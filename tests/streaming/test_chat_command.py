@@ -9,9 +9,9 @@ import pytest
 
 from streaming.models import ChatTurn
 from streaming.states import TurnOrigin, TurnState
-from tests.support.chat_stack import CHECKOUT, process_environ
 from tests.support.commanding import manage
 from tests.support.factories import make_generation, make_provider, make_repository, make_row, make_tenant, make_version
+from tests.support.processes import CHECKOUT, process_environ
 from tests.support.provider_server import ProviderServer, status, vector_of
 from tests.support.provider_server.chat_stream import D, F, R, T, silence_forever, sse
 from tests.support.waiting import PROMPTLY_S, eventually

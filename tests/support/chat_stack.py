@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +16,6 @@ import httpx2
 import openai
 import pytest
 from django.conf import settings
-from django.db import connection
 
 from embeddings.models import Provider, Tenant
 from embeddings.registry import issue_key
@@ -28,110 +23,9 @@ from project.runtime.embedded import hold_valkey
 from streaming.models import ChatTurn
 from streaming.states import TURN_UNFINISHED
 from tests.support.factories import make_provider, make_tenant
-from tests.support.provider_server import ProviderServer, unused_port
+from tests.support.processes import Process, start_web, start_worker
+from tests.support.provider_server import ProviderServer
 from tests.support.waiting import eventually
-
-CHECKOUT = Path(__file__).resolve().parents[2]
-
-# Tens and hundreds of milliseconds where production has seconds.
-LIMITS = {
-    "LEASE_MS": "1500",
-    "LEASE_RENEW_MS": "300",
-    "CHAT_CLAIM_WAIT_MS": "1000",
-    "CHAT_STATUS_WAIT_MS": "600",
-    "CHAT_HEARTBEAT_MS": "300",
-    "CHAT_RETRY_BASE_MS": "10",
-    "CHAT_TURNS_PER_TENANT": "6",
-    "CHAT_REQUEST_BYTES_MAX": "100000",
-    "CHAT_ANSWER_CHARACTERS_MAX": "20000",
-    "LOG_LEVEL": "INFO",
-}
-
-
-def process_environ() -> dict[str, str]:
-    """The environment of a process that shares this session's database and Valkey."""
-    name = connection.settings_dict["NAME"]
-    if connection.vendor == "sqlite":
-        url = f"sqlite://{name}"
-    else:
-        url = os.environ["DATABASE_URL"].replace("/postgres?", f"/{name}?", 1)
-    return os.environ | LIMITS | {"DATABASE_URL": url, "DJANGO_SETTINGS_MODULE": "project.settings"}
-
-
-class Process:
-    """A child process with its output in a file."""
-
-    def __init__(self, name: str, *arguments: str, **environ: str) -> None:
-        self.log = Path(settings.VAR_DIR) / f"{name}.log"
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                cwd=CHECKOUT,
-                env=process_environ() | environ,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.poll()
-
-    def kill(self) -> None:
-        """kill -9."""
-        self._process.kill()
-        self._process.wait()
-
-    def terminate(self, timeout: float = 10.0) -> int:
-        self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout)
-
-    def end(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
-
-def start_worker(name: str = "worker", **environ: str) -> Process:
-    """A chat worker, up to the moment that it takes messages."""
-    words = ("celery", "--app", "project", "worker", "--pool", "threads", "--concurrency", "16", "--queues", "chat")
-    flags = ("--loglevel", "INFO", "--hostname", f"{name}@test", "--without-gossip", "--without-mingle")
-    process = Process(name, *words, *flags, **environ)
-    eventually(lambda: " ready." in process.output, timeout=60, message=f"{name} is ready")
-    return process
-
-
-def start_web(name: str = "web", **environ: str) -> tuple[Process, str]:
-    """A web process, and its address."""
-    port = unused_port()
-    process = Process(
-        name,
-        "uvicorn",
-        "project.asgi:application",
-        "--port",
-        str(port),
-        "--lifespan",
-        "off",
-        "--no-access-log",
-        **environ,
-    )
-    address = f"http://127.0.0.1:{port}"
-    eventually(lambda: _answers(f"{address}/healthz"), timeout=60, message=f"{name} answers")
-    return process, address
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(url, trust_env=False).status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 @dataclass

@@ -10,7 +10,8 @@ import pytest
 from embeddings import errors
 from embeddings.providers import http
 from embeddings.providers.gemini import GeminiProvider
-from embeddings.providers.http import KEPT_CONNECTIONS, retry_after_ms
+from embeddings.providers.http import KEPT_CONNECTIONS
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.ollama import OllamaProvider
 from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from tests.support.attempts import play
@@ -55,34 +56,34 @@ def good(kind):
 
 
 class TestEncodings:
-    def test_what_was_asked_for_is_undone(self, server, made, kind):
+    def test_an_encoding_that_was_requested_is_decoded(self, server, made, kind):
         server.next(reply(gzip.compress(good(kind)), b"Content-Encoding: gzip\r\n"))
         assert embed(made, "one")[0].tolist() == [[1.0, 2.0]]
         assert server.calls[0].headers["accept-encoding"] == "gzip, deflate"
 
-    def test_a_small_body_that_is_a_large_one_never_fills_our_memory(self, server, made, monkeypatch):
+    def test_a_compressed_body_is_bounded_as_decoded(self, server, made, monkeypatch):
         monkeypatch.setattr(http, "REPLY_BYTES_MAX", 1_000_000)
         server.next(reply(gzip.compress(b" " * 20_000_000), b"Content-Encoding: gzip\r\n"))
         with pytest.raises(errors.ReplyRefused, match="over 1000000 bytes"):
             embed(made, "one")
 
     @pytest.mark.parametrize("named", [b"gzip", b"br", b"zstd", b"rot13", b"gzip, br"])
-    def test_one_that_is_none_or_was_not_asked_for_is_named(self, server, made, kind, named):
+    def test_an_unknown_or_unrequested_encoding_is_named(self, server, made, kind, named):
         server.next(reply(good(kind), b"Content-Encoding: " + named + b"\r\n"))
         with pytest.raises(errors.ReplyRefused, match="content encoding"):
             embed(made, "one")
 
     @pytest.mark.parametrize("named", [b"gzip", b"br"])
-    def test_a_broken_one_does_not_hide_an_errors_status(self, server, made, named):
+    def test_a_broken_encoding_does_not_hide_an_error_status(self, server, made, named):
         server.next(reply(b"later", b"Retry-After: 3\r\nContent-Encoding: " + named + b"\r\n", b"HTTP/1.1 429 No\r\n"))
         with pytest.raises(errors.ProviderBusy) as busy:
             embed(made, "one")
         assert busy.value.retry_after_ms == 3_000
 
 
-class TestErrorsSaidOddly:
+class TestMalformedErrors:
     @pytest.mark.parametrize("charset", ["hex", "base64", "idna", "undefined", "punycode", "utf-16", "none-such"])
-    def test_a_charset_that_is_none(self, server, made, charset):
+    def test_an_invalid_charset(self, server, made, charset):
         server.next(status(429, b"later\xff", content_type=f"text/plain; charset={charset}"))
         with pytest.raises(errors.ProviderBusy, match="later"):
             embed(made, "one")
@@ -93,7 +94,7 @@ class TestErrorsSaidOddly:
             embed(made, "one")
 
     @pytest.mark.parametrize("details", [5, "x", {"reason": 1}, [{"reason": ["API_KEY_INVALID"]}, None]])
-    def test_details_that_are_none(self, server, made, details):
+    def test_error_details_of_another_type(self, server, made, details):
         server.next(status(429, {"error": {"message": "later", "details": details}}))
         with pytest.raises(errors.ProviderBusy, match="later"):
             embed(made, "one")
@@ -102,7 +103,7 @@ class TestErrorsSaidOddly:
         server.next(reply(good(kind), b"X-Odd: \xff\xfe\r\n"))
         assert embed(made, "one")[0].tolist() == [[1.0, 2.0]]
 
-    def test_a_header_of_any_bytes_on_a_chats_error(self, server):
+    def test_a_header_of_any_bytes_on_an_error_of_chat(self, server):
         assert play(server, reply(b"later", b"X-Odd: \xff\xfe\r\n", b"HTTP/1.1 429 No\r\n")).end == (
             "provider_error",
             "status",
@@ -111,7 +112,7 @@ class TestErrorsSaidOddly:
     @pytest.mark.parametrize(
         "wish", ["Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "Mon, 01 Jan 2026 99999999999:00:00 GMT"]
     )
-    def test_a_wish_in_a_year_that_is_none(self, server, made, wish):
+    def test_a_retry_after_out_of_range(self, server, made, wish):
         assert retry_after_ms({"retry-after": wish}) is None
         server.next(status(429, headers={"Retry-After": wish}))
         with pytest.raises(errors.ProviderBusy) as busy:
@@ -119,7 +120,7 @@ class TestErrorsSaidOddly:
         assert busy.value.retry_after_ms is None
 
 
-class TestAKeptConnection:
+class TestAKeptAliveConnection:
     """A server closes a connection that it kept at the moment in which it is used again."""
 
     def test_the_request_is_sent_again_on_another_and_counted(self):
@@ -136,7 +137,7 @@ class TestAKeptConnection:
             embed(made, "one")
         assert (gone.value.calls, len(server.calls)) == (1, 1)
 
-    def test_an_answer_that_is_cut_is_not_asked_for_again(self):
+    def test_a_reply_that_is_cut_is_not_requested_again(self):
         cut = b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"
         asked = []
         with (

@@ -80,7 +80,7 @@ def test_an_error_reply_keeps_its_status_whatever_its_body(server, reply, said):
     assert KEY not in played.result.detail
 
 
-def test_half_a_key_at_the_edge_of_a_prefix_is_not_shown(server):
+def test_a_key_cut_by_the_length_limit_is_not_shown(server):
     for before in range(180, 202):
         played = play(server, status(200, "x" * before + KEY, content_type="text/html"), api_key=KEY)
         assert played.end == NO_STREAM
@@ -88,7 +88,7 @@ def test_half_a_key_at_the_edge_of_a_prefix_is_not_shown(server):
 
 
 @pytest.mark.parametrize(("wish", "expected"), WISHES.values(), ids=WISHES.keys())
-def test_a_wish_to_be_asked_later_fits_where_it_is_kept(server, wish, expected):
+def test_a_retry_after_fits_its_column(server, wish, expected):
     played = play(server, status(429, headers={"Retry-After": wish}))
     assert played.result.classification.retry_after_ms == expected
 
@@ -135,7 +135,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(("base_url", "said", "end"), ADDRESSES.values(), ids=ADDRESSES.keys())
-def test_an_address_that_leads_nowhere(server, base_url, said, end):
+def test_an_address_without_a_server(server, base_url, said, end):
     closed = threading.Event()
 
     def answer(connection):
@@ -155,7 +155,7 @@ def test_an_address_that_leads_nowhere(server, base_url, said, end):
         assert run(then_close(main())).end == end
 
 
-def test_a_connection_that_its_server_closed_between_two_attempts_is_not_used(server):
+def test_a_connection_closed_by_the_server_between_two_attempts_is_not_used(server):
     server.next(whole())
 
     async def main():
@@ -167,7 +167,7 @@ def test_a_connection_that_its_server_closed_between_two_attempts_is_not_used(se
     run(then_close(main()))
 
 
-def test_a_cookie_is_kept_for_nobody(server):
+def test_cookies_are_not_kept(server):
     """One client serves every tenant of a provider."""
     server.next(whole(b"Set-Cookie: session=of-the-first; Path=/\r\n"))
 

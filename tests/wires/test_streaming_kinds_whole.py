@@ -13,7 +13,8 @@ from streaming.models import ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 from streaming.turns.transitions import RUN_TURN
 from tests.streaming.http.test_chat_api import with_a_row
-from tests.support.chat_stack import start_web, start_worker, text_of
+from tests.support.chat_stack import text_of
+from tests.support.processes import start_web, start_worker
 from tests.support.provider_server import (
     D,
     F,

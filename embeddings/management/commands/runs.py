@@ -9,7 +9,7 @@ from embeddings.management.run_tables import outcome_table, run_table
 from embeddings.models import TenantRun
 from embeddings.reports import run_facts
 from embeddings.reports.facts import moment
-from embeddings.reports.report import report
+from embeddings.reports.run_facts import report
 from embeddings.runs import sweep
 from embeddings.states import RUN_UNFINISHED, RunStatus
 

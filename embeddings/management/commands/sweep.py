@@ -18,7 +18,7 @@ from embeddings.management.following import following
 from embeddings.management.run_tables import outcome_table
 from embeddings.models import TenantRun
 from embeddings.reports import run_facts
-from embeddings.reports.report import report
+from embeddings.reports.run_facts import report
 from embeddings.runs import orphaned_runs, sweep
 from embeddings.runs.follow import follow
 from embeddings.runtime.retry import retry_on_database_error

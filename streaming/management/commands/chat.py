@@ -23,7 +23,7 @@ from streaming.refusals import TooManyTurns, UnknownModel
 from streaming.states import TurnOrigin, TurnState
 from streaming.turns import claims, transitions, turn_run
 from streaming.turns.claims import HeldClaim
-from streaming.turns.model_list import default_offer
+from streaming.turns.model_list import default_model
 
 
 class Failed(CommandError):
@@ -43,17 +43,17 @@ class Command(SluicegateCommand):
         add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        found, claim = self._take(options)
+        turn, claim = self._take(options)
         with claims.held(claim) as held, _cancelled_by_ctrl_c(held):
             listener = None if options["json"] else self._show
-            turn_run.run_held(found, held, listener=listener)
-        found.refresh_from_db()
+            turn_run.run_held(turn, held, listener=listener)
+        turn.refresh_from_db()
         if options["json"]:
-            self.print_json(_report(found))
+            self.print_json(_report(turn))
         else:
-            self._show_sources(found)
-        if found.state != TurnState.COMPLETED:
-            raise Failed(f"{found.state}: {found.error_code} {printable(found.error_detail)}".rstrip())
+            self._show_sources(turn)
+        if turn.state != TurnState.COMPLETED:
+            raise Failed(f"{turn.state}: {turn.error_code} {printable(turn.error_detail)}".rstrip())
 
     def _take(self, options: dict[str, Any]) -> tuple[ChatTurn, transitions.Claim]:
         tenant = registry.find_active_tenant(options["tenant"])
@@ -61,8 +61,8 @@ class Command(SluicegateCommand):
             raise UsageError("the question is empty: say what to ask")
         request = {"messages": [{"role": "user", "content": options["question"]}]}
         try:
-            offer = default_offer(tenant, uses_knowledge=not options["no_knowledge"])
-            return turn_requests.take_claimed(transitions.NewTurn(tenant, offer, request, TurnOrigin.COMMAND))
+            model = default_model(tenant, uses_knowledge=not options["no_knowledge"])
+            return turn_requests.take_claimed(transitions.NewTurn(tenant, model, request, TurnOrigin.COMMAND))
         except UnknownModel as error:
             raise UsageError(f"{error} `manage.py tenant set {tenant} --chat-provider ...` gives it one.") from error
         except TooManyTurns as error:
@@ -76,9 +76,9 @@ class Command(SluicegateCommand):
         elif kind == events.ATTEMPT and attempt > 1:
             self.note(f"attempt {attempt}")
 
-    def _show_sources(self, found: ChatTurn) -> None:
+    def _show_sources(self, turn: ChatTurn) -> None:
         self.stdout.write("")
-        for source in found.sources:
+        for source in turn.sources:
             place = f"{source['repository']} {source['path']}:{source['start_line']}-{source['end_line']}"
             self.stdout.write(f"[{source['number']}] {printable(place)}")
 
@@ -93,14 +93,14 @@ def _cancelled_by_ctrl_c(held: HeldClaim) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _report(found: ChatTurn) -> dict[str, Any]:
+def _report(turn: ChatTurn) -> dict[str, Any]:
     shown = ("number", "end_state", "error_kind", "chunks", "bytes")
-    attempts = turn_requests.rendered(found)["attempts"]
+    attempts = turn_requests.rendered(turn)["attempts"]
     return {
-        "turn": str(found.public_id),
-        "state": found.state,
-        "answer": found.answer,
-        "error_code": found.error_code,
+        "turn": str(turn.public_id),
+        "state": turn.state,
+        "answer": turn.answer,
+        "error_code": turn.error_code,
         "attempts": [{name: attempt[name] for name in shown} for attempt in attempts],
-        "sources": found.sources,
+        "sources": turn.sources,
     }

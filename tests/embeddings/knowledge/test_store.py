@@ -50,8 +50,7 @@ def write_vectors(repository, *rows):
         return store.write_vectors(repository.pk, rows)
 
 
-def condemn(repository, reason):
-    """Every row of the repository that is pending."""
+def mark_pending_undeliverable(repository, reason):
     with transaction.atomic():
         pending = KnowledgeRow.objects.filter(store.PENDING, repository=repository)
         store.mark_undeliverable(repository.pk, [row.pk for row in pending], reason)
@@ -223,14 +222,14 @@ class TestUndeliverable:
         store.write_versions(place, [read("a.py", "x", "y")])
         embed(repository, "x")
         row = KnowledgeRow.objects.get(text="y")
-        condemn(repository, "the provider answered 400" + "!" * 900)
+        mark_pending_undeliverable(repository, "the provider answered 400" + "!" * 900)
         row.refresh_from_db()
         assert (len(row.undeliverable_reason), row.vector) == (500, None)
         assert live(repository) == ["x", "y"]
 
     def test_tried_again_they_are_pending_where_they_stand(self, repository, place):
         store.write_versions(place, [read("a.py", "x")])
-        condemn(repository, "refused")
+        mark_pending_undeliverable(repository, "refused")
         assert store.retry_undeliverable(repository) == 1
         assert KnowledgeRow.objects.filter(store.PENDING).count() == 1
         before = touched(repository)

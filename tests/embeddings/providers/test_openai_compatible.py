@@ -14,7 +14,8 @@ import pytest
 
 from embeddings import errors
 from embeddings.providers import http
-from embeddings.providers.http import of_transport, retry_after_ms
+from embeddings.providers.http import of_transport
+from embeddings.providers.http_base import retry_after_ms
 from embeddings.providers.openai_compatible import OpenAICompatibleProvider
 from embeddings.providers.retries import retry_pause_s
 from embeddings.timeouts import (

@@ -17,10 +17,10 @@ from project.local.model_server import ModelServer
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.states import TURN_UNFINISHED, TurnState
 from streaming.turns import transitions
-from tests.support.chat_stack import Process, chat_at, text_of
+from tests.support.chat_stack import chat_at, text_of
 from tests.support.factories import make_provider
-from tests.support.held_load import HeldLoad
-from tests.support.local_server import MODELS
+from tests.support.local_models import MODELS, HeldLoad
+from tests.support.processes import Process
 from tests.support.threads import in_thread
 from tests.support.waiting import PROMPTLY_S, eventually
 
@@ -331,7 +331,7 @@ def test_a_turn_outlasts_a_load_that_is_shorter_than_its_pauses(loading):
     """The command runs its turn itself, with pauses as long as a load may take."""
     held, chat = loading
     words = ("manage", "chat", chat.tenant.slug, "What is git?", "--no-knowledge")
-    command = Process("loading-chat", *words, CHAT_RETRY_BASE_MS="2000")
+    command = Process("loading-chat", *words, CHAT_RETRY_BASE_MS="5000")
     chat.ending.callback(command.end)
     eventually(lambda: "tries again: retry_status" in command.output, timeout=30, message="it was told to wait")
     held.release()

@@ -17,7 +17,7 @@ import pytest
 from project.local import model_files
 from project.local.model_files import MINILM, SMOLLM2, ModelFilesError, models_dir
 from project.local.model_server import CHECKOUT, LocalModelsError, ModelServer, main
-from tests.support.local_server import MODELS
+from tests.support.local_models import MODELS
 from tests.support.waiting import eventually
 
 

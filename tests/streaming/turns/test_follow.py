@@ -15,7 +15,7 @@ from streaming.log.writer import EventWriter
 from streaming.models import ChatTurn
 from streaming.states import TurnOrigin, TurnState
 from streaming.turns import follow, orphaned_turns, transitions
-from streaming.turns.model_list import default_offer
+from streaming.turns.model_list import default_model
 from streaming.turns.transitions import Ending, NewTurn, Result
 from tests.support.factories import make_provider, make_tenant
 from tests.support.waiting import eventually
@@ -32,8 +32,8 @@ def tenant(transactional_db):
 
 
 def make_turn(tenant):
-    offer = default_offer(tenant, uses_knowledge=False)
-    row, claim = transitions.take_claimed(NewTurn(tenant, offer, {"messages": []}, TurnOrigin.NATIVE))
+    model = default_model(tenant, uses_knowledge=False)
+    row, claim = transitions.take_claimed(NewTurn(tenant, model, {"messages": []}, TurnOrigin.NATIVE))
     return fresh(row), claim
 
 
@@ -111,7 +111,7 @@ class TestASlowRead:
     @pytest.fixture
     def places(self, tenant, monkeypatch):
         """Where in the log stands what a reader is told, who waits for no read at all."""
-        monkeypatch.setattr(follow, "LOG_ANSWERS_S", 0.0)
+        monkeypatch.setattr(follow, "LOG_POLL_S", 0.0)
         row, claim = make_turn(tenant)
 
         async def scenario():
@@ -136,7 +136,7 @@ class TestASlowRead:
 
         async def scenario():
             reading = follow._Reading(row, 0)
-            reading._heard_at -= follow.LOG_IS_READ_S
+            reading._heard_at -= follow.LOG_TIMEOUT_S
             await in_database(end, claim)
             return [await reading.take(NothingRead()) for _ in range(2)]
 
@@ -146,7 +146,7 @@ class TestASlowRead:
         async def holds_nothing(*_):
             return False
 
-        monkeypatch.setattr(reader.EventReader, "holds_more", holds_nothing)
+        monkeypatch.setattr(reader.EventReader, "has_unread", holds_nothing)
         assert places() == [0] * (len(REST) - 1) + [events.END_SEQ]
 
 
@@ -199,7 +199,7 @@ def test_a_lost_turn_is_left_alone_while_its_log_cannot_be_read_and_ended_when_t
     for seconds, ends in ((5, False), (61, True)):
         ChatTurn.objects.update(lease_expires_at=timezone.now() - timedelta(seconds=seconds))
         row.refresh_from_db()
-        assert orphaned_turns.end_lost(row) is ends
+        assert orphaned_turns.end_orphaned(row) is ends
     row.refresh_from_db()
     assert (row.state, row.answer) == (TurnState.INTERRUPTED, "")
 

@@ -14,7 +14,7 @@ from streaming.states import TURN_ENDED, TurnOrigin, TurnStage, TurnState
 from streaming.tasks import purge
 from streaming.turns import claims, orphaned_turns, transitions
 from streaming.turns.conversations import resolve
-from streaming.turns.model_list import choose, default_offer, offers
+from streaming.turns.model_list import chat_models, choose, default_model
 from streaming.turns.transitions import Claim, Ending, NewTurn, Result
 from tests.support.factories import make_provider, make_tenant
 
@@ -31,7 +31,7 @@ def tenant(db):
 
 def new_turn(tenant):
     request = {"messages": [{"role": "user", "content": "?"}]}
-    return NewTurn(tenant, default_offer(tenant, uses_knowledge=False), request, TurnOrigin.NATIVE)
+    return NewTurn(tenant, default_model(tenant, uses_knowledge=False), request, TurnOrigin.NATIVE)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_turn_ends_once_with_what_it_brought(queued):
 def test_whoever_has_lost_the_claim_changes_nothing(queued):
     first = transitions.claim(queued)
     let_the_lease_run_out(queued)
-    second = transitions.take_over_lost(queued)
+    second = transitions.take_over_orphaned(queued)
     assert not transitions.enter(first, TurnStage.STREAMING, sources=[1])
     assert not transitions.end(first, DONE, ANSWER)
     assert transitions.renew([first]) == 0
@@ -80,7 +80,7 @@ def test_whoever_has_lost_the_claim_changes_nothing(queued):
 def test_its_twin_without_the_token_it_would(queued, monkeypatch):
     first = transitions.claim(queued)
     let_the_lease_run_out(queued)
-    transitions.take_over_lost(queued)
+    transitions.take_over_orphaned(queued)
     monkeypatch.setattr(transitions, "_claimed", lambda held: ChatTurn.objects.filter(pk=held.turn_id))
     assert transitions.end(first, DONE, ANSWER)
     assert state_of(queued) == TurnState.COMPLETED
@@ -90,7 +90,7 @@ def test_a_claim_that_is_renewed_is_not_taken_over(queued):
     claim = transitions.claim(queued)
     let_the_lease_run_out(queued)
     assert transitions.renew([claim]) == 1
-    assert transitions.take_over_lost(queued) is None
+    assert transitions.take_over_orphaned(queued) is None
 
 
 def test_cancelling(queued, tenant):
@@ -113,20 +113,21 @@ def test_the_keeper_sees_a_cancel_and_a_loss(queued, tenant):
     with claims.held(transitions.claim(queued)) as mine, claims.held(transitions.claim(other)) as lost:
         transitions.request_cancel(queued)
         let_the_lease_run_out(other)
-        transitions.take_over_lost(other)
-        claims.look(renewing=True)
+        transitions.take_over_orphaned(other)
+        claims.renew_all()
+        claims.check_all()
         assert (mine.is_cancelled, mine.is_lost) == (True, False)
         assert (lost.is_cancelled, lost.is_lost) == (False, True)
 
 
-def test_ringing_again_is_done_once_in_a_while(queued):
-    assert transitions.ring_again(queued)
-    assert not transitions.ring_again(queued)
+def test_waking_again_is_done_once_in_a_while(queued):
+    assert transitions.notify_worker_again(queued)
+    assert not transitions.notify_worker_again(queued)
     ChatTurn.objects.update(rung_at=timezone.now() - timedelta(seconds=11))
-    assert transitions.ring_again(queued)
+    assert transitions.notify_worker_again(queued)
     transitions.claim(queued)
     ChatTurn.objects.update(rung_at=None)
-    assert not transitions.ring_again(queued)
+    assert not transitions.notify_worker_again(queued)
 
 
 def test_turns_beyond_the_bound_are_refused(tenant, settings):
@@ -215,14 +216,14 @@ def test_the_end_states_are_those_of_the_stream(db):
 
 
 def test_what_a_tenant_may_chat_with(tenant):
-    assert [offer.model for offer in offers(tenant)] == ["chat", "chat+knowledge"]
+    assert [model.name for model in chat_models(tenant)] == ["chat", "chat+knowledge"]
     assert choose(tenant, "chat+knowledge").uses_knowledge
-    assert default_offer(tenant, uses_knowledge=True).model == "chat+knowledge"
+    assert default_model(tenant, uses_knowledge=True).name == "chat+knowledge"
     without_rows = make_tenant(chat_provider=make_provider(), embedding_provider=None)
-    assert [offer.model for offer in offers(without_rows)] == ["chat"]
-    assert default_offer(without_rows, uses_knowledge=True).model == "chat"
+    assert [model.name for model in chat_models(without_rows)] == ["chat"]
+    assert default_model(without_rows, uses_knowledge=True).name == "chat"
     with pytest.raises(UnknownModel):
-        default_offer(make_tenant(), uses_knowledge=False)
+        default_model(make_tenant(), uses_knowledge=False)
 
 
 def test_a_conversation_of_another_tenant(tenant):

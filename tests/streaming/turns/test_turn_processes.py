@@ -110,7 +110,7 @@ def test_a_message_that_comes_again_runs_nothing_twice(patient):
     assert chat.turn(turn["id"]).attempts.count() == 1
 
 
-def test_nobody_keeps_an_account_of_a_turns_bell(chat):
+def test_no_record_is_kept_of_a_turns_wake_up(chat):
     """Neither as it is handed over (`no_ack` of the queue), nor as its task begins (`streaming.turns.wake_ups`)."""
     with valkey.connect() as client:
         client.config_resetstat()

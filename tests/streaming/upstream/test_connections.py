@@ -1,4 +1,4 @@
-"""The connections under a chat stream, on real sockets: what was told of the end, of too much, of nobody listening."""
+"""The connections under a chat stream, on real sockets: resets, back-pressure, aborts, TLS and gathered reads."""
 
 import asyncio
 import socket
@@ -61,6 +61,26 @@ def test_what_came_before_a_reset_is_read_and_then_the_reset_is_told():
         return raised.value.__cause__
 
     assert isinstance(connected(answer, talk), ConnectionResetError)
+
+
+def test_what_came_while_the_reader_was_busy_survives_a_reset():
+    received = threading.Event()
+
+    def answer(peer):
+        peer.sendall(b"so far")
+        assert received.wait(5)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    async def talk(connection):
+        wire = connection._wire
+        await asyncio.to_thread(eventually, lambda: wire.unread == b"so far", timeout=5)
+        received.set()
+        await asyncio.to_thread(eventually, lambda: wire.has_ended, timeout=5)
+        assert await connection.read(100) == b"so far"
+        with pytest.raises(httpcore2.ReadError):
+            await connection.read(100)
+
+    connected(answer, talk)
 
 
 def test_a_peer_that_sends_more_than_is_read_has_to_wait():
@@ -159,7 +179,7 @@ def test_a_handshake_that_is_cancelled_leaves_no_socket_open():
     connected(answer, talk)
 
 
-def test_tls_is_spoken_and_a_certificate_that_nobody_vouches_for_is_refused():
+def test_tls_is_spoken_and_a_certificate_of_an_unknown_authority_is_refused():
     certificate = Path(__file__).with_name("localhost.pem")
     theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     theirs.load_cert_chain(certificate)
@@ -212,7 +232,7 @@ class TestGathering:
         reads, wires = [], []
 
         def awaits_more(sent, is_read):
-            if not wires or wires[0] not in connections._waited_for:
+            if not wires or wires[0] not in connections._waiting:
                 return False
             return b"".join(reads) + (b"" if is_read else bytes(wires[0].unread)) == sent
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embeddings.errors import causes
 from streaming.states import TURN_ENDED
 from streaming.upstream.errors import (
     EndState,
@@ -27,7 +28,6 @@ from streaming.upstream.retry import (
     RetryClassification,
     RetryKind,
     RetryPolicy,
-    causes,
     classify_retry_error,
     decide_retry,
     end_of,

@@ -1,4 +1,4 @@
-"""A real llama.cpp server that is caught while it loads its model, and kept there until it is let go."""
+"""The real local models: a server for the tests of one module, and a server that is held while it loads its model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import httpx2
+import pytest
 
-from project.local.model_server import CHECKOUT
+from project.local import model_files
+from project.local.model_server import CHECKOUT, ModelServer
 from tests.support.provider_server import unused_port
 from tests.support.waiting import eventually
+
+MODELS = model_files.models_dir(CHECKOUT / "var")
+
+
+@pytest.fixture(scope="module")
+def local_server() -> Iterator[ModelServer]:
+    model_files.prepare(MODELS, lambda line: None)
+    with ModelServer(MODELS) as running:
+        yield running
+
 
 _PROGRAM = """
 import sys
@@ -33,10 +46,10 @@ sys.stdin.read()
 
 
 class HeldLoad:
-    """A context manager: entered, the server answers that it is loading; `release` lets the load go on.
+    """A context manager around a llama.cpp server that keeps loading its model until `release`.
 
-    What holds it is a write lease on a copy of the model: the kernel lets nobody open the file until the lease is
-    given up (or is broken by it after 45 seconds).
+    It is held by a write lease on a copy of the model: the kernel blocks every `open` of the file until the lease is
+    released, or broken by the kernel after 45 seconds.
     """
 
     def __init__(self, model: Path) -> None:
@@ -70,7 +83,7 @@ class HeldLoad:
             os.close(lease)
 
     def health(self) -> int:
-        """The status of its /health: 503 while it loads, 200 when it has; 0 while nobody listens."""
+        """The status of its /health: 503 while it loads, 200 when it has; 0 before it listens."""
         try:
             return httpx2.get(f"http://127.0.0.1:{self._port}/health", trust_env=False, timeout=5).status_code
         except httpx2.TransportError:
@@ -85,7 +98,7 @@ class HeldLoad:
 
 def _leased(path: Path) -> int:
     lease = os.open(path, os.O_RDWR)
-    # What tells the holder that somebody waits would end this process if it were not a signal that is ignored.
+    # The kernel signals the holder when another process waits. The default signal would end this process; SIGURG is ignored.
     fcntl.fcntl(lease, fcntl.F_SETSIG, signal.SIGURG)
     fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     return lease
