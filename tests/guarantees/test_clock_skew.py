@@ -5,10 +5,12 @@ never.
 """
 
 import pytest
+from django.db import connection
 
 from embeddings.models import EmbeddingTask, RepositoryOutcome, TenantRun
 from embeddings.runs import orphaned_runs
 from embeddings.runs.follow import follow
+from embeddings.runtime.clock import postgresql_lease_expiry
 from embeddings.states import RunStatus, TaskState
 from tests.support.processes import LEASES, Process
 from tests.support.provider_server import Gate, containing, gated
@@ -18,6 +20,20 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.both_databases
 
 SKEWS = {"behind": -20, "ahead": 20}
+
+
+@pytest.fixture(autouse=True)
+def _leases_can_be_lost(transactional_db, settings):
+    """Gives this process the leases of the others, and waits until PostgreSQL has run for one: before that none is lost."""
+    settings.LEASE_MS = int(LEASES["LEASE_MS"])
+    if connection.vendor == "postgresql":
+        eventually(_has_run_for_a_lease, message="PostgreSQL has run for a lease")
+
+
+def _has_run_for_a_lease():
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT isfinite({postgresql_lease_expiry()})")
+        return cursor.fetchone()[0]
 
 
 @pytest.fixture(params=SKEWS)
