@@ -232,9 +232,22 @@ class TestGuard:
             assert is_running(var_dir)
         eventually(lambda: has_no_server(var_dir))
 
+    def test_a_frozen_server_ends_when_it_continues(self, var_dir, tmp_path):
+        user, server = killable_holder(var_dir), server_pid(var_dir)
+        os.kill(server, signal.SIGSTOP)
+        try:
+            end(user, signal.SIGKILL)
+            end(killable_holder(tmp_path / "not frozen"), signal.SIGKILL)
+            eventually(lambda: has_no_server(tmp_path / "not frozen"))
+            with lock_file(var_dir / "valkey" / "start.lock") as descriptor:
+                assert try_lock(descriptor)
+        finally:
+            os.kill(server, signal.SIGCONT)
+        eventually(lambda: has_no_server(var_dir))
+
     def test_users_that_come_while_it_ends_the_server_get_one(self, var_dir):
         """Killed and followed at once, many times: the next user meets the server running, ending or gone."""
-        for n in range(15):
+        for n in range(9):
             user = killable_holder(var_dir)
             end(user, signal.SIGKILL)
             moment = (lambda: True, lambda: not valkey_socket(var_dir).exists(), lambda: not guard_pids(var_dir))[n % 3]
