@@ -9,12 +9,13 @@ CONTRACT = f"{KINDS}::TestOneContractServesBothLocalKinds"
 CAP_TWO = f"{KINDS}::TestCapTwo"
 QUEUE = "tests/embeddings/dispatch/test_task_queue.py"
 GUARANTEES = "tests/guarantees/test_circuit_opens.py"
+DECIDED = "tests/guarantees/test_decided_means_over.py"
 ADMISSION = "embeddings/dispatch/admission.py"
 NOTIFY_THEN_FREE = """        if self.notifies:
             notify_provider_timeout(error, on_provider_timeout)
-        return retry_on_database_error(lambda: task_queue.fail(task, code, str(error)))
+        return task_queue.fail(task, code, str(error))
 """
-FREE_THEN_NOTIFY = """        freed = retry_on_database_error(lambda: task_queue.fail(task, code, str(error)))
+FREE_THEN_NOTIFY = """        freed = task_queue.fail(task, code, str(error))
         if self.notifies:
             notify_provider_timeout(error, on_provider_timeout)
         return freed
@@ -136,31 +137,31 @@ CIRCUIT_MUTATIONS = (
         "a busy requeue skips dispatch_allowed",
         "G2",
         "embeddings/dispatch/task_queue.py",
-        "        allowed = task.run_id is None or lock_run(task.run_id).dispatch_allowed\n",
-        "        allowed = True\n",
+        "        if refused := refusal(task.run_id, task.outcome_id):\n            return TaskState.REMOVED",
+        "        if refused := '':\n            return TaskState.REMOVED",
         (CAP_TWO, QUEUE),
     ),
     Mutation(
         "a stopping worker gives back whatever the run says",
         "G2",
         "embeddings/dispatch/task_queue.py",
-        "        if task.run_id is not None and not lock_run(task.run_id).dispatch_allowed:\n",
-        "        if False:\n",
+        "        if refused := refusal(task.run_id, task.outcome_id):\n            return remove_held",
+        "        if refused := '':\n            return remove_held",
         (QUEUE, GUARANTEES),
     ),
     Mutation(
         "a lost lease goes back whatever the run says",
         "G2",
         "embeddings/dispatch/task_queue.py",
-        "        allowed = run_id is None or lock_run(run_id).dispatch_allowed\n",
-        "        allowed = True\n",
+        "        if refused := refusal(run_id, outcome_id):\n",
+        "        if refused := '':\n",
         (QUEUE, GUARANTEES),
     ),
     Mutation(
         "a put skips dispatch_allowed",
         "G2",
         "embeddings/dispatch/task_queue.py",
-        "    if not run.dispatch_allowed:\n        raise DispatchNotAllowed\n",
+        "    if refusal(outcome.run_id, outcome.pk):\n        raise DispatchNotAllowed\n",
         "",
         (QUEUE, GUARANTEES),
     ),
@@ -168,8 +169,33 @@ CIRCUIT_MUTATIONS = (
         "a split is put whatever the run says",
         "G2",
         "embeddings/dispatch/batches.py",
-        "        if run.dispatch_allowed:\n            middle",
-        "        if True:\n            middle",
+        "        refused = task_queue.refusal(outcome.run_id, outcome.pk)\n",
+        "        refused = ''\n",
         (CAP_TWO, GUARANTEES),
+    ),
+    # --- decided means over -------------------------------------------------------------------------------------------
+    Mutation(
+        "a task is queued for an outcome that is decided",
+        "G13",
+        "embeddings/dispatch/task_queue.py",
+        '    return "" if is_undecided else codes.OUTCOME_DECIDED\n',
+        '    return ""\n',
+        (DECIDED,),
+    ),
+    Mutation(
+        "a task of a decided outcome is dispatched",
+        "G13",
+        "embeddings/dispatch/task_statements.py",
+        " AND o.status IN {UNDECIDED}",
+        "",
+        (DECIDED,),
+    ),
+    Mutation(
+        "beat leaves stranded tasks queued",
+        "G13",
+        "embeddings/tasks.py",
+        "    task_queue.remove_stranded()\n",
+        "",
+        (DECIDED,),
     ),
 )
