@@ -21,7 +21,7 @@ from project.runtime.gc_freeze import keep_what_is_loaded  # noqa: E402
 
 
 class _Handler(ASGIHandler):
-    """Django's handler without a thread per API call: only Django's signals need one, and API calls use none."""
+    """Django's handler without a thread per API call: their only synchronous code is Django's signals."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and is_call(scope["path"]):

@@ -52,7 +52,7 @@ async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) ->
 
 @openai.get("/models", auth=TenantKey(KeyScope.CHAT), summary="Models")
 async def models(request: HttpRequest) -> dict[str, Any]:
-    """The tenant's values for `model`."""
+    """The models that the tenant may use."""
     return {"object": "list", "data": _models(caller(request))}
 
 

@@ -39,7 +39,13 @@ def check_providers() -> Iterable[Finding]:
         oldest[key] = min(since, oldest.get(key, since))
     for provider in found:
         yield _lane(provider, oldest.get(provider.pk))
-        yield from _key(provider)
+        if variable := provider.api_key_env:
+            name = f"key of provider {provider}"
+            if os.environ.get(variable, "").strip():
+                yield ok(name, f"{variable} is set here")
+            else:
+                advice = f"set {variable} for the web process and every worker"
+                yield error(name, f"{variable} is not set here", advice)
         newest = TenantRun.objects.filter(provider=provider).select_related("circuit", "provider").order_by("-pk")
         if (run := newest.first()) and (story := run_facts.circuit_story(run)):
             yield warning(f"last run on {provider}", story, "look at the model server, then: manage.py sweep")
@@ -59,16 +65,6 @@ def _lane(provider: Any, oldest: datetime | None) -> Finding:
     if is_idle and waited > timeout:
         return warning(name, f"{detail}: no worker sends them to the server", START["embeddings"])
     return ok(name, detail)
-
-
-def _key(provider: Provider) -> Iterable[Finding]:
-    name, variable = f"key of provider {provider}", provider.api_key_env
-    if not variable:
-        return
-    if os.environ.get(variable, "").strip():
-        yield ok(name, f"{variable} is set here")
-    else:
-        yield error(name, f"{variable} is not set here", f"set {variable} for the web process and every worker")
 
 
 @check("servers", bound_s=LIST_DEADLINE_S + 2.0)

@@ -35,7 +35,13 @@ def check_repositories() -> Iterable[Finding]:
     troubled: Sequence[Any] = overview.troubled_repositories()
     runs = TenantRun.objects.in_bulk([each.last["run_id"] for each in troubled if each.last])
     for repository in troubled:
-        yield _trouble(repository, runs)
+        name, last, failures = f"repository {repository}", repository.last, repository.consecutive_failures
+        if not last:
+            yield warning(name, f"failed {failures} times in a row")
+            continue
+        reason = f" ({last['error_code']})" if last["error_code"] else ""
+        detail = f"{last['status']}{reason}" + (f", {failures} failures in a row" if failures else "")
+        yield warning(name, detail, f"manage.py runs show {run_facts.short_id(runs[last['run_id']])}")
     if not troubled:
         yield ok("repositories", f"{schedule.sweepable().count()} enabled, none of them failing")
     late = schedule.sweepable().filter(next_due_at__lt=timezone.now() - OVERDUE_AFTER).order_by("next_due_at", "pk")
@@ -45,16 +51,6 @@ def check_repositories() -> Iterable[Finding]:
     if first is not None:
         since = facts.moment(first.next_due_at)
         yield warning("schedule", f"{late.count()} overdue, {first} the longest, since {since}", START_BEAT)
-
-
-def _trouble(repository: Any, runs: dict[int, TenantRun]) -> Finding:
-    name, last = f"repository {repository}", repository.last
-    if not last:
-        return warning(name, f"failed {repository.consecutive_failures} times in a row")
-    reason = f" ({last['error_code']})" if last["error_code"] else ""
-    failures = repository.consecutive_failures
-    detail = f"{last['status']}{reason}" + (f", {failures} failures in a row" if failures else "")
-    return warning(name, detail, f"manage.py runs show {run_facts.short_id(runs[last['run_id']])}")
 
 
 @check("tenants")

@@ -77,7 +77,14 @@ class ModelServer:
         )
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.stop)
-            self.base_url = self._wait_until_ready(self._process)
+            assert self._process.stdout is not None  # noqa: S101 - a pipe was requested
+            line = _line_within(self._process.stdout, _READY_TIMEOUT_S)
+            if not line.startswith(_READY_WORD):
+                self._log.seek(0)
+                logged = self._log.read().decode(errors="replace").strip().splitlines()
+                reason = logged[-1] if logged else "it printed nothing"
+                raise LocalModelsError(f"the local model server did not start: {reason}")
+            self.base_url = line.split()[-1]
             on_failure.pop_all()
         return self
 
@@ -100,15 +107,6 @@ class ModelServer:
         for stream in (process.stdin, process.stdout, self._log):
             if stream is not None:
                 stream.close()
-
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> str:
-        assert process.stdout is not None  # noqa: S101  it was asked for
-        line = _line_within(process.stdout, _READY_TIMEOUT_S)
-        if not line.startswith(_READY_WORD):
-            self._log.seek(0)
-            said = self._log.read().decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-            raise LocalModelsError(f"the local model server did not start: {said[0]}")
-        return line.split()[-1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

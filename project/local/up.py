@@ -31,7 +31,22 @@ def main() -> int:
     }
     environ = {**os.environ, **ports, "PATH": programs, "VAR_DIR": str(var_dir), "PYTHONUNBUFFERED": "1"}
     try:
-        return _up(var_dir, environ)
+        for name, port in ports.items():
+            if not is_free(int(port)):
+                raise UpError(f"port {port} on 127.0.0.1 is in use: end the process that uses it, or set {name}")
+        var_dir.mkdir(parents=True, exist_ok=True)
+        prepare(models_dir(var_dir), say)
+        with ExitStack() as running:
+            if is_embedded():
+                # Held here too, so that the last holder stops the server even if a process of the stack is killed.
+                running.enter_context(ensure_valkey(var_dir))
+            urls = [
+                f"http://127.0.0.1:{ports['SLUICEGATE_PORT']}",
+                f"http://127.0.0.1:{ports['SLUICEGATE_MODELS_PORT']}/v1",
+            ]
+            if foreground([sys.executable, "-m", "project.local.first_start", *urls], environ):
+                raise UpError("the database could not be prepared")
+            return _serve(environ)
     except (EmbeddedValkeyError, ModelFilesError, UpError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -41,23 +56,6 @@ def main() -> int:
 
 class UpError(Exception):
     """The stack cannot start. The message is one line."""
-
-
-def _up(var_dir: Path, environ: Mapping[str, str]) -> int:
-    site, models = int(environ["SLUICEGATE_PORT"]), int(environ["SLUICEGATE_MODELS_PORT"])
-    for name, port in (("SLUICEGATE_PORT", site), ("SLUICEGATE_MODELS_PORT", models)):
-        if not is_free(port):
-            raise UpError(f"port {port} on 127.0.0.1 is in use: end the process that uses it, or set {name}")
-    var_dir.mkdir(parents=True, exist_ok=True)
-    prepare(models_dir(var_dir), say)
-    with ExitStack() as running:
-        if is_embedded():
-            # Held here too, so that the last holder stops the server even if a process of the stack is killed.
-            running.enter_context(ensure_valkey(var_dir))
-        urls = (f"http://127.0.0.1:{site}", f"http://127.0.0.1:{models}/v1")
-        if foreground([sys.executable, "-m", "project.local.first_start", *urls], environ):
-            raise UpError("the database could not be prepared")
-        return _serve(environ)
 
 
 def _serve(environ: Mapping[str, str]) -> int:
