@@ -1,4 +1,4 @@
-"""The HTTP API: the routers of both apps, and the one place that turns errors into replies, in OpenAI's shape."""
+"""The HTTP API: the routers of both apps, and the mapping of errors to replies in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class StrictParser(Parser):
-    """Refuses what no database would take, before anything is made of it: it is the client's mistake, not ours."""
+    """Refuses JSON that a database cannot store: a client's error must not become a 500."""
 
     def parse_body(self, request: HttpRequest) -> Any:
         return strict_json.parse(request.body)
@@ -44,7 +44,7 @@ api = NinjaAPI(
     parser=StrictParser(),
     title="Sluicegate",
     version="1",
-    description="Chat over tenants' knowledge bases, sweeps and search. Every call carries a tenant's key as its bearer.",
+    description="Chat over tenants' knowledge bases, sweeps and search. Every call needs a tenant's key as bearer token.",
     docs_url="/api/docs",
     openapi_url="/api/openapi.json",
     urls_namespace="api",
@@ -53,7 +53,7 @@ api.add_router("/v1", openai)
 api.add_router("/api/chat", chat)
 api.add_router("/api", embeddings_router)
 
-# The first class that fits decides. Refusals of a provider's that we tried again are not the client's to try again.
+# The first matching class decides. A provider's error (502) was retried here: the client must not retry it.
 _STATUSES: tuple[tuple[type[SluicegateError], int, str], ...] = (
     (KeyRefused, 401, "authentication_error"),
     (KeyLacksScope, 403, "permission_error"),
@@ -94,11 +94,11 @@ def _on_no_key(request: HttpRequest, error: Exception) -> HttpResponse:
 
 @api.exception_handler(ValidationError)
 def _on_invalid_field(request: HttpRequest, error: ValidationError) -> HttpResponse:
-    """The first field at fault by its name; what was sent is not echoed."""
+    """Names the first invalid field; does not repeat its value."""
     first = error.errors[0]
-    # The kind of parameter leads the path, and for a body the name that our own function gives it.
+    # The path starts with the kind of parameter and, for a body, the name of the view's argument.
     path = first["loc"][2 if first["loc"][:2] == ("body", "body") else 1 :]
-    # What follows a field of several types is the name of one of them, which says nothing to a client.
+    # After a field of several types comes the name of one of the types, of no use to a client.
     path = path[: path.index("content") + 1] if "content" in path else path
     param = ".".join(map(str, path)) or None
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
@@ -108,7 +108,13 @@ def _on_invalid_field(request: HttpRequest, error: ValidationError) -> HttpRespo
 @api.exception_handler(HttpError)
 def _on_http_error(request: HttpRequest, error: HttpError) -> HttpResponse:
     if isinstance(error.__cause__, ValueError | RecursionError):
-        message = f"The request's body is not JSON that is taken here: {_fault_of(error.__cause__)}."
+        # The message must not repeat the body.
+        cause = error.__cause__
+        if isinstance(cause, json.JSONDecodeError):
+            fault = f"{cause.msg}, at character {cause.pos}"
+        else:
+            fault = "it is not UTF-8" if isinstance(cause, UnicodeError) else str(cause)
+        message = f"The request's body is not JSON that is accepted here: {fault}."
         return _reply(OpenAIError(400, message, "invalid_request_error", "invalid_json"))
     kind = "invalid_request_error" if error.status_code < 500 else "api_error"
     return _reply(OpenAIError(error.status_code, error.message, kind, "http_error"))
@@ -116,20 +122,13 @@ def _on_http_error(request: HttpRequest, error: HttpError) -> HttpResponse:
 
 @api.exception_handler(Http404)
 def _on_missing(request: HttpRequest, error: Http404) -> HttpResponse:
-    return _reply(OpenAIError(404, "There is no such thing.", "invalid_request_error", "not_found"))
+    return _reply(OpenAIError(404, "Not found.", "invalid_request_error", "not_found"))
 
 
 @api.exception_handler(Exception)
 def _on_any_error(request: HttpRequest, error: Exception) -> HttpResponse:
     logger.error("%s %s failed: %s", request.method, request.path, place_of(error))
     return _reply(OpenAIError(500, "Internal server error.", "api_error", "internal_error"))
-
-
-def _fault_of(error: BaseException) -> str:
-    """What is wrong with a body, without a word of it."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg}, at character {error.pos}"
-    return "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)
 
 
 def _reply(error: OpenAIError) -> HttpResponse:

@@ -21,7 +21,7 @@ from project.runtime.gc_freeze import keep_what_is_loaded  # noqa: E402
 
 
 class _Handler(ASGIHandler):
-    """Django's handler without a thread per request for API calls: only Django's signals are synchronous in those."""
+    """Django's handler without a thread per API call: their only synchronous code is Django's signals."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and is_call(scope["path"]):
@@ -32,6 +32,6 @@ class _Handler(ASGIHandler):
 
 application = bounded_bodies(_Handler(), settings.CHAT_REQUEST_BYTES_MAX)
 
-# Otherwise the first request would wait for every view to be imported.
+# Import every view now rather than during the first request.
 get_resolver().url_patterns  # noqa: B018
 keep_what_is_loaded()

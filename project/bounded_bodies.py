@@ -1,4 +1,4 @@
-"""Refuses request bodies that are too large while they come in, before anything is stored or parsed of them (ASGI)."""
+"""Refuses oversized request bodies as they arrive, before anything is stored or parsed (ASGI)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-# What Django and uvicorn write of these types differs in words, not in what is passed.
+# Django and uvicorn declare different types for the same arguments.
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-# A client reads no reply while it sends: read and discard up to this many bytes of its body.
+# A client may read the reply only after sending its body: read and discard up to this many bytes.
 DISCARDED_BYTES_MAX = 64 * 1024 * 1024
 
 
@@ -24,7 +24,7 @@ class _TooLarge(Exception):
 
 
 def bounded_bodies(app: App, limit_bytes: int) -> App:
-    """The application behind a bound on request bodies: 413 in OpenAI's shape, whether or not a length was announced."""
+    """The application with a limit on request bodies: 413 in OpenAI's format, with or without a Content-Length."""
 
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,7 +36,7 @@ def bounded_bodies(app: App, limit_bytes: int) -> App:
         try:
             await app(scope, _counting(receive, limit_bytes), send)
         except _TooLarge as too_large:
-            # If the body is complete there is nothing to drain.
+            # If the body is complete there is nothing to discard.
             if too_large.has_more:
                 await _discard(receive)
             await _refuse(send, limit_bytes)

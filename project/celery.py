@@ -24,7 +24,9 @@ def _prepare_worker(sender: Any, **_: Any) -> None:
     """Refuses any pool but threads, starts the broker if needed, and imports the SDK before the first task needs it."""
     pool = getattr(sender, "pool_cls", None)
     if f"{getattr(pool, '__module__', '')}:{getattr(pool, '__name__', '')}" != _POOL:
-        raise SystemExit("Sluicegate's workers run threads over one loop a process: start the worker with -P threads.")
+        raise SystemExit(
+            "Sluicegate's workers run threads over one event loop per process: start the worker with -P threads."
+        )
     from embeddings.runtime import valkey
 
     valkey.ensure_server()
@@ -38,7 +40,7 @@ def _keep_what_is_loaded(**_: Any) -> None:
 
 @signals.worker_shutting_down.connect
 def _stop_waiting(**_: Any) -> None:
-    """Tasks that wait for a provider are given back, so that the worker stops within seconds."""
+    """Requeues tasks that wait for a provider, so that the worker stops within seconds."""
     from embeddings.runtime import shutdown
 
     shutdown.requested.set()

@@ -1,4 +1,4 @@
-"""Strict readers of the environment: a value that makes no sense stops the start with one line that names it."""
+"""Strict readers of environment variables: an invalid value stops the start with one line that names the variable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", 
 
 @dataclass(frozen=True)
 class Env:
-    """Reads variables from `environ`. An unset or empty variable takes the default; nonsense raises ImproperlyConfigured."""
+    """Reads variables from `environ`: an unset or empty one gives the default, an invalid one raises ImproperlyConfigured."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
@@ -61,7 +61,24 @@ class Env:
             return _sqlite(Path(unquote(parts.path)))
         if parts.scheme not in {"postgres", "postgresql"}:
             raise ImproperlyConfigured(f"{name} must start with postgres:// or sqlite://, not {parts.scheme or raw!r}.")
-        return _postgresql(name, raw)
+        from psycopg import ProgrammingError
+        from psycopg.conninfo import conninfo_to_dict
+
+        try:
+            parsed = conninfo_to_dict(raw)
+        except ProgrammingError:
+            # The message must not repeat the URL, which may hold a password.
+            raise ImproperlyConfigured(f"{name} is not a valid PostgreSQL URL.") from None
+        known = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "host": "HOST", "port": "PORT"}
+        options = {key: value for key, value in parsed.items() if key not in known}
+        return {
+            "ENGINE": "django.db.backends.postgresql",
+            **{known[key]: str(value) for key, value in parsed.items() if key in known},
+            # Django disables prepared statements by default, but the lane repeats a handful of statements.
+            "OPTIONS": {**options, "server_side_binding": True, "prepare_threshold": 3},
+            "CONN_MAX_AGE": None,
+            "CONN_HEALTH_CHECKS": True,
+        }
 
 
 def _sqlite(path: Path) -> dict[str, object]:
@@ -69,31 +86,10 @@ def _sqlite(path: Path) -> dict[str, object]:
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": str(path),
         "OPTIONS": {
-            # Without IMMEDIATE a read-then-write transaction fails at once instead of waiting its turn.
+            # Without IMMEDIATE a transaction that reads and then writes fails immediately instead of waiting for the lock.
             "transaction_mode": "IMMEDIATE",
             "timeout": 30,
             "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA busy_timeout=30000;",
         },
         "CONN_MAX_AGE": None,
-    }
-
-
-def _postgresql(name: str, raw: str) -> dict[str, object]:
-    from psycopg import ProgrammingError
-    from psycopg.conninfo import conninfo_to_dict
-
-    try:
-        parsed = conninfo_to_dict(raw)
-    except ProgrammingError:
-        # The URL may hold a password: it is not echoed.
-        raise ImproperlyConfigured(f"{name} is not a PostgreSQL URL that can be read.") from None
-    known = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "host": "HOST", "port": "PORT"}
-    options = {key: value for key, value in parsed.items() if key not in known}
-    return {
-        "ENGINE": "django.db.backends.postgresql",
-        **{known[key]: str(value) for key, value in parsed.items() if key in known},
-        # Prepared statements: Django turns them off by default, and the lane repeats a handful of statements.
-        "OPTIONS": {**options, "server_side_binding": True, "prepare_threshold": 3},
-        "CONN_MAX_AGE": None,
-        "CONN_HEALTH_CHECKS": True,
     }

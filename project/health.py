@@ -1,4 +1,4 @@
-"""Whether this process lives (`/healthz`), and whether it can do its work (`/readyz`)."""
+"""Liveness (`/healthz`) and readiness (`/readyz`) of this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from streaming.log import valkey
 
 
 async def healthz(request: HttpRequest) -> JsonResponse:
-    """200 while the event loop runs. Checks nothing else: an unreachable database is no reason to kill this process."""
+    """200 while the event loop runs. Checks nothing else: killing this process would not mend the database."""
     return JsonResponse({"status": "ok"})
 
 
 async def readyz(request: HttpRequest) -> JsonResponse:
-    """200 if the database and the event log answer, else 503 and which of them does not."""
+    """200 if the database and the event log answer, else 503 with the state of each."""
     parts = {"database": await in_database(_database_answers), "event_log": await in_waiting_thread(_log_answers)}
     ready = all(parts.values())
     return JsonResponse({"status": "ok" if ready else "unavailable", **parts}, status=200 if ready else 503)

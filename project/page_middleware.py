@@ -1,4 +1,4 @@
-"""Django's middleware for pages only: the admin needs sessions and forms, API calls carry a key.
+"""Django's middleware for pages only: the admin needs sessions and forms, API calls need neither.
 
 Without these classes each middleware sends every API call through threads: 1.5 times the CPU of a call
 (docs/decisions/0013-pages-alone-have-middleware.md).
@@ -57,7 +57,7 @@ class Common(_ForPages, CommonMiddleware):
 
 
 class Csrf(_ForPages, CsrfViewMiddleware):
-    async def process_view(  # type: ignore[override]  # Django takes either, and adapts neither where both ends agree
+    async def process_view(  # type: ignore[override]  # Django accepts a coroutine function here
         self, request: HttpRequest, callback: Any, arguments: Any, keywords: Any
     ) -> Any:
         if is_call(request.path_info):

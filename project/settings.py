@@ -1,4 +1,4 @@
-"""Settings, each read once from the environment by a strict reader. README has the table of what a user may set."""
+"""Settings, each read once from the environment by a strict reader. The README lists the environment variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VAR_DIR.mkdir(parents=True, exist_ok=True)
 
 
 def _secret_key() -> str:
-    """SECRET_KEY, or one made at the first start and kept under VAR_DIR, readable by its owner alone."""
+    """SECRET_KEY, or a key generated at the first start and stored under VAR_DIR, readable only by its owner."""
     given = _env.text("SECRET_KEY")
     if given:
         return given
@@ -50,7 +50,7 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
-    # For the pages of /api/docs, which it otherwise loads from elsewhere: many of these machines see no internet.
+    # Serves the assets of /api/docs from this machine, which may have no internet access.
     "ninja",
     "embeddings",
     "streaming",
@@ -121,7 +121,7 @@ CELERY_WORKER_PREFETCH_MULTIPLIER = 1
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_WORKER_ENABLE_REMOTE_CONTROL = True
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
-# Fail fast when a wake-up cannot be sent: the rows are the truth, and beat sends it again.
+# Fail fast if a wake-up cannot be sent: the rows have all the state, and beat sends it again.
 CELERY_BROKER_TRANSPORT_OPTIONS = {
     "visibility_timeout": 7200,
     "socket_connect_timeout": 2,
@@ -141,7 +141,7 @@ CELERY_BEAT_SCHEDULE = {
 }
 
 # --- Sluicegate ---------------------------------------------------------------------------------------------------
-# A lease is short and renewed: one as long as a call's deadline would stop the lane for minutes after a kill.
+# Leases are short and renewed: with one as long as a call's deadline, a killed worker would stop the lane for minutes.
 LEASE_MS = _env.integer("LEASE_MS", 15_000, least=1_000)
 LEASE_RENEW_MS = _env.integer("LEASE_RENEW_MS", 5_000, least=100)
 LANE_BATCH_MAX_WAIT_MS = _env.integer("LANE_BATCH_MAX_WAIT_MS", 30_000)
@@ -151,7 +151,7 @@ BUSY_TOTAL_MAX_MS = _env.integer("BUSY_TOTAL_MAX_MS", 900_000, least=1)
 SWEEP_CONCURRENCY = _env.integer("SWEEP_CONCURRENCY", 2, least=1, most=64)
 SOURCE_DEADLINE_MS = _env.integer("SOURCE_DEADLINE_MS", 600_000, least=100)
 FILE_BYTES_MAX = _env.integer("FILE_BYTES_MAX", 1_000_000, least=1)
-# Local paths are open to the embedded default alone; a server names the folders that tenants' sources may lie in.
+# Any local path may be a source with the embedded Valkey only; a server must list the allowed folders.
 _source_roots = _env.words("SOURCE_ROOTS")
 SOURCE_ROOTS: tuple[Path, ...] | None = (
     tuple(Path(root).expanduser().resolve() for root in _source_roots)
@@ -174,7 +174,7 @@ CHAT_RETRY_BASE_MS = _env.integer("CHAT_RETRY_BASE_MS", 500)
 CHAT_HEARTBEAT_MS = _env.integer("CHAT_HEARTBEAT_MS", 10_000, least=100)
 EVENT_LOG_TTL_SECONDS = _env.integer("EVENT_LOG_TTL_SECONDS", 3_600, least=60)
 METRICS_TOKEN = _env.text("METRICS_TOKEN")
-# Django's own bound on a body, so that none is parsed that the endpoints would refuse.
+# Django's own limit: pages parse no larger body than the endpoints accept.
 DATA_UPLOAD_MAX_MEMORY_SIZE = CHAT_REQUEST_BYTES_MAX
 
 LOGGING = {

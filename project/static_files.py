@@ -1,4 +1,4 @@
-"""WhiteNoise for static files alone, so that no other request takes its way through a thread."""
+"""WhiteNoise for static files only, so that no other request passes through its thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from whitenoise.middleware import WhiteNoiseMiddleware  # type: ignore[import-un
 
 @sync_and_async_middleware
 def static_files(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-    """Serves what lies under STATIC_URL, as WhiteNoise does; it knows only synchronous handlers."""
+    """Middleware: serves the files under STATIC_URL with WhiteNoise, which supports only synchronous handlers."""
     nothing = object()
-    # WhiteNoise warns of a folder that is not there; with its finders none is needed.
+    # WhiteNoise warns about a missing folder, although its finders need none.
     settings.STATIC_ROOT.mkdir(parents=True, exist_ok=True)
     whitenoise = WhiteNoiseMiddleware(lambda request: nothing)
 

@@ -1,4 +1,4 @@
-"""Routes: the admin, the endpoints of `project.api`, and what operators' machines ask for."""
+"""Routes: the admin, the endpoints of `project.api`, health checks and metrics."""
 
 from django.contrib import admin
 from django.urls import path

@@ -1,4 +1,4 @@
-"""Turns in the admin: what was asked of whom, how it went, and why it ended. Facts to read, and "Cancel"."""
+"""Turns and their attempts in the admin: read-only, with the action "Cancel"."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LABELS = LABELS | {
 
 
 class EndFilter(DropdownFilter):  # type: ignore[misc]  # unfold is not typed
-    """Everything that did not end as it should."""
+    """Turns by whether they completed."""
 
     title, parameter_name = "ended well", "well"
 

@@ -41,7 +41,7 @@ _SSE_REPLY = {"responses": {200: {"description": "Server-sent events", "content"
 
 @openai.post("/chat/completions", auth=TenantKey(KeyScope.CHAT, starts=True), summary="Chat completion")
 async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) -> HttpResponseBase:
-    """As OpenAI's. Parameters that are not named here are passed on. `<model>+knowledge` answers over the tenant's rows."""
+    """Like OpenAI's. Unknown parameters are passed on. `<model>+knowledge` answers over the tenant's knowledge rows."""
     turn = await _taken(turn_requests.take_completion, caller(request), body, completion_for_provider(request))
     async with replies.cancelled_by_hang_up(turn):
         await wake_ups.in_notifying_thread(transitions.notify_worker, turn)
@@ -52,13 +52,13 @@ async def chat_completions(request: HttpRequest, body: ChatCompletionRequest) ->
 
 @openai.get("/models", auth=TenantKey(KeyScope.CHAT), summary="Models")
 async def models(request: HttpRequest) -> dict[str, Any]:
-    """What the tenant may name as `model`."""
+    """The models that the tenant may use."""
     return {"object": "list", "data": _models(caller(request))}
 
 
 @openai.get("/models/{path:model}", auth=TenantKey(KeyScope.CHAT), summary="Model")
 async def model(request: HttpRequest, model: str) -> dict[str, Any]:
-    """One model. 404 where the tenant has none of this name."""
+    """One model. 404 if the tenant has none of this name."""
     for each in _models(caller(request)):
         if each["id"] == model:
             return each
@@ -67,7 +67,7 @@ async def model(request: HttpRequest, model: str) -> dict[str, Any]:
 
 @openai.post("/embeddings", auth=TenantKey(KeyScope.SEARCH), summary="Embeddings")
 async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> dict[str, Any]:
-    """As OpenAI's, for texts; through the tenant's embedding provider and its lane."""
+    """Like OpenAI's, for texts only; uses the tenant's embedding provider and its lane."""
     made: Embedded = await in_waiting_thread(embedded, caller(request), body)
     vectors = [
         base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
@@ -77,7 +77,7 @@ async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> dict[str, 
         "object": "list",
         "model": made.model,
         "data": [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)],
-        # The lane does not count tokens: the figures are there because clients read them.
+        # The lane does not count tokens, but clients require the fields.
         "usage": {"prompt_tokens": 0, "total_tokens": 0},
     }
 
@@ -90,7 +90,7 @@ async def elsewhere(request: HttpRequest, rest: str) -> None:
 
 
 class TurnToken(APIKeyQuery):
-    """A turn's own token as `?token=`: for a page, which must not hold a tenant's key."""
+    """A turn's token as `?token=`: for a web page, which must not hold a tenant's key."""
 
     param_name = "token"
 
@@ -103,7 +103,7 @@ _READS = [TurnToken(), TenantKey(KeyScope.CHAT)]
 
 @chat.post("/turns", auth=TenantKey(KeyScope.CHAT, starts=True), response={201: dict[str, Any]}, summary="Take a turn")
 async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[str, Any]]:
-    """Stores the turn and returns at once. `events_token` reads its events for a quarter of an hour, without a key."""
+    """Stores the turn and returns immediately. `events_token` reads its events for 15 minutes, without a key."""
     turn = await _taken(turn_requests.take_native, caller(request), body, turn_for_provider(request))
     await wake_ups.in_notifying_thread(transitions.notify_worker, turn)
     return Status(
@@ -113,7 +113,7 @@ async def take_turn(request: HttpRequest, body: NewTurnRequest) -> Status[dict[s
 
 @chat.get("/turns/{turn_id}", auth=_READS, summary="Turn")
 async def show_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
-    """The turn as it stands: its text is stored when it ends."""
+    """The current state of the turn; its text is stored when it ends."""
     turn = await in_database(_readable, request, turn_id)
     return await in_database(turn_requests.rendered, turn)
 
@@ -125,14 +125,14 @@ async def turn_events(request: HttpRequest, turn_id: UUID, after: Annotated[int,
     last_id = request.headers.get("Last-Event-ID", "")
     seq = (int(last_id) if last_id.isdecimal() and len(last_id) <= 16 else 0) or after
     if seq >= END_SEQ:
-        # The end has been read: an EventSource stops at a 204.
+        # The client has read the end: a 204 stops an EventSource.
         return HttpResponse(status=204)
     return replies.event_stream(turn, seq)
 
 
 @chat.post("/turns/{turn_id}/cancel", auth=TenantKey(KeyScope.CHAT), summary="Cancel a turn")
 async def cancel_turn(request: HttpRequest, turn_id: UUID) -> dict[str, Any]:
-    """Ends a queued turn, asks for a running one's end; a turn that has ended stays as it is."""
+    """Ends a queued turn, requests the end of a running one; an ended turn does not change."""
     turn = await in_database(turn_requests.find_turn, caller(request), turn_id)
     turn = await in_waiting_thread(turn_requests.cancel, turn)
     return await in_database(turn_requests.rendered, turn)

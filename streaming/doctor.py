@@ -1,4 +1,4 @@
-"""The whole examination: what `embeddings.doctor` looks at, and chat's turns (docs/architecture.md, Commands)."""
+"""All checks of an installation: those of `embeddings.doctor`, and of chat turns (docs/architecture.md, Commands)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from django.conf import settings
 
-from embeddings.doctor.findings import Check, Finding, Status, error, examine, ok, warning
-from embeddings.doctor.installation import DATABASE, GIT, SETTINGS, VAR_DIR
-from embeddings.doctor.providers import PROVIDERS, SERVERS
-from embeddings.doctor.sweeps import REPOSITORIES, RUNS, TENANTS
-from embeddings.doctor.valkey import QUEUES, VALKEY
+from embeddings.doctor.findings import Finding, Status, check, error, examine, ok, warning
+from embeddings.doctor.installation import check_database, check_git, check_settings, check_var_dir
+from embeddings.doctor.providers import check_providers, check_servers
+from embeddings.doctor.sweeps import check_repositories, check_runs, check_tenants
+from embeddings.doctor.valkey import check_queues, check_valkey
 from embeddings.reports import facts
 from embeddings.runtime.workers import START, START_BEAT
 from streaming.models import ChatTurn
@@ -19,16 +19,18 @@ from streaming.turns import orphaned_turns
 
 
 def examination(*, asks_providers: bool) -> list[Finding]:
-    """Every finding. What needs the database or Valkey is left out where that is what is wrong. Takes seconds."""
-    found = examine([SETTINGS, VAR_DIR, GIT, DATABASE, VALKEY])
+    """All findings; takes seconds. If the database or Valkey is down, skips the checks that need it."""
+    found = examine([check_settings, check_var_dir, check_git, check_database, check_valkey])
     broken = {finding.name for finding in found if finding.status == Status.ERROR}
-    further = [] if VALKEY.name in broken else [QUEUES]
-    if DATABASE.name not in broken:
-        further += [PROVIDERS, *([SERVERS] if asks_providers else []), TENANTS, REPOSITORIES, RUNS, TURNS]
+    further = [] if check_valkey.name in broken else [check_queues]
+    if check_database.name not in broken:
+        further += [check_providers, *([check_servers] if asks_providers else [])]
+        further += [check_tenants, check_repositories, check_runs, check_turns]
     return found + examine(further)
 
 
-def _turns() -> Iterable[Finding]:
+@check("chat turns")
+def check_turns() -> Iterable[Finding]:
     late = list(orphaned_turns.overdue_turns())
     queued = [turn for turn in late if turn.state == TurnState.QUEUED]
     lost = len(late) - len(queued)
@@ -42,6 +44,3 @@ def _turns() -> Iterable[Finding]:
     if not late:
         unfinished = ChatTurn.objects.filter(state__in=TURN_UNFINISHED).count()
         yield ok("chat turns", f"{unfinished} at work, none of them late")
-
-
-TURNS = Check("chat turns", _turns)

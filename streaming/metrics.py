@@ -1,4 +1,4 @@
-"""`/metrics`: computed from the rows at every scrape, so that it is the same on every process. No tenant in any label."""
+"""`/metrics`: computed from the rows at every scrape, so every process gives the same figures. No label names a tenant."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GAP_MS = (50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 30_000, 60_000, 120_00
 
 
 async def metrics(request: HttpRequest) -> HttpResponse:
-    """Prometheus' text. Open on loopback; elsewhere METRICS_TOKEN as the bearer."""
+    """Prometheus' text format. Needs METRICS_TOKEN as bearer token, except on loopback."""
     if not _may_read(request):
         return HttpResponse("Send METRICS_TOKEN as `Authorization: Bearer ...`.\n", status=403)
     return HttpResponse(await in_database(_text), content_type=CONTENT_TYPE_LATEST)
@@ -40,14 +40,10 @@ def _may_read(request: HttpRequest) -> bool:
         return True
     # A proxy on this machine forwards requests from other machines.
     is_passed_on = "X-Forwarded-For" in request.headers or "Forwarded" in request.headers
-    return not is_passed_on and _is_loopback(request.META.get("REMOTE_ADDR", ""))
-
-
-def _is_loopback(address: str) -> bool:
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return not is_passed_on and ipaddress.ip_address(request.META.get("REMOTE_ADDR", "")).is_loopback
     except ValueError:
-        # A unix socket has no address; its peer is most likely a proxy.
+        # A request through a unix socket has no address; it most likely came from a proxy.
         return False
 
 

@@ -1,4 +1,4 @@
-"""The admin: configuration under the registry's rules, facts to read, and the few things an operator does to them."""
+"""The admin: configuration checked by the registry's rules, read-only facts, and the operators' actions on them."""
 
 from django.contrib import admin
 

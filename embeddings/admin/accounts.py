@@ -1,4 +1,4 @@
-"""Who may sign in to the admin."""
+"""The accounts and groups of the admin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin's first page."""
+"""The tables of the admin's overview page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Table = dict[str, Any]
 
 
 def add_overview(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
-    """Unfold's dashboard callback: what an operator looks for first, for those who may see runs."""
+    """Unfold's dashboard callback: adds the overview for users who may see runs."""
     if not request.user.has_perm("embeddings.view_tenantrun"):
         return context
     return context | {
@@ -36,7 +36,7 @@ def _stalled() -> Table:
             run.provider.name,
             run.circuit.opened_by,
             run.circuit.source_error_code,
-            ", ".join(str(outcome) for outcome in run.spared) or "nobody",  # type: ignore[attr-defined]  # a prefetch
+            ", ".join(str(outcome) for outcome in run.spared) or "none",  # type: ignore[attr-defined]  # a prefetch
         ]
         for run in overview.stalled_runs()
     ]
@@ -98,5 +98,5 @@ def _last(repository: Repository, fact: str) -> str:
 
 
 def _any(rows: Any) -> Any:
-    """Rows with annotations, which their classes do not name."""
+    """The rows untyped: their classes do not declare the annotations."""
     return rows

@@ -1,4 +1,4 @@
-"""Filters of the lists that Django has no ready form of."""
+"""List filters that Django does not provide."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LastOutcomeFilter(DropdownFilter):  # type: ignore[misc]  # unfold is not 
 
 
 class RunTenantFilter(DropdownFilter):  # type: ignore[misc]  # unfold is not typed
-    """Runs that took a repository of this tenant."""
+    """Runs with a repository of this tenant."""
 
     title, parameter_name = "tenant", "tenant"
 
@@ -55,7 +55,7 @@ class OutcomeTenantFilter(RunTenantFilter):
 
 
 class CodeFilter(DropdownFilter):  # type: ignore[misc]  # unfold is not typed
-    """Rows by error code: those that occur."""
+    """Rows by error code; offers the codes that occur."""
 
     title, parameter_name = "error code", "code"
 
@@ -68,7 +68,7 @@ class CodeFilter(DropdownFilter):  # type: ignore[misc]  # unfold is not typed
 
 
 class RowStateFilter(DropdownFilter):  # type: ignore[misc]  # unfold is not typed
-    """Knowledge rows by what became of them."""
+    """Knowledge rows by state."""
 
     title, parameter_name = "state", "state"
 

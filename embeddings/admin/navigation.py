@@ -1,4 +1,4 @@
-"""The admin's side bar: the pages in the order in which they are needed, whichever apps bring them."""
+"""The admin's side bar: the pages of both apps in the order of their use."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _SECTIONS = (
 
 
 def sections(request: HttpRequest) -> list[dict[str, Any]]:
-    """Unfold's navigation: every page that is registered and that this user may see."""
+    """Unfold's navigation callback: the registered pages that this user may see."""
     overview = {"title": "Overview", "icon": "monitoring", "link": reverse("admin:index")}
-    found = [{"title": title, "items": _items(request, models), "separator": True} for title, models in _SECTIONS]
-    return [{"items": [overview]}, *(section for section in found if section["items"])]
-
-
-def _items(request: HttpRequest, models: tuple[tuple[str, str, str], ...]) -> list[dict[str, Any]]:
-    found = ((apps.get_model(name), title, icon) for name, title, icon in models)
-    return [
-        {
-            "title": title,
-            "icon": icon,
-            "link": reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist"),
-        }
-        for model, title, icon in found
-        if admin.site.is_registered(model) and admin.site.get_model_admin(model).has_view_permission(request)
-    ]
+    found: list[dict[str, Any]] = [{"items": [overview]}]
+    for section, pages in _SECTIONS:
+        models = ((apps.get_model(name), title, icon) for name, title, icon in pages)
+        items = [
+            {
+                "title": title,
+                "icon": icon,
+                "link": reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist"),
+            }
+            for model, title, icon in models
+            if admin.site.is_registered(model) and admin.site.get_model_admin(model).has_view_permission(request)
+        ]
+        if items:
+            found.append({"title": section, "items": items, "separator": True})
+    return found

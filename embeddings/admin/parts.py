@@ -1,4 +1,4 @@
-"""What the admin's pages share: columns, confirmed actions, read-only facts, forms under the registry's rules."""
+"""Shared parts of the admin's pages: columns, confirmed actions, read-only pages, forms that check the registry's rules."""
 
 from __future__ import annotations
 
@@ -38,14 +38,19 @@ LABELS: dict[str, str] = {
 def column(
     description: str, *, label: bool | Mapping[str, str] = False, ordering: str | None = None, boolean: bool = False
 ) -> Callable[[F], F]:
-    """A computed column; with `label` it is shown as a coloured label, on the row's page and in inlines, too.
+    """A computed column; `label` shows it as a coloured label, also on the row's page and in inlines.
 
-    A label is a status, or a status that gives the colour and the text beside it.
+    The value of a label is a status, or a pair: the status that gives the colour, and the text.
     """
     colours = LABELS if label is True else dict(label or {})
 
     def mark(function: F) -> F:
-        shown = _labelled(function, colours) if label else function
+        @wraps(function)
+        def labelled(page: Any, row: Any) -> SafeString:
+            value = function(page, row)
+            return cast(SafeString, display_for_label(value, "-", colours)) if value else SafeString("-")
+
+        shown = labelled if label else function
         marked: F = display(shown, description=description, ordering=ordering, boolean=boolean or None)
         return marked
 
@@ -53,7 +58,7 @@ def column(
 
 
 def moment_column(field: str, description: str) -> Callable[[Any, Any], str]:
-    """A moment of the row, in UTC and to the second."""
+    """A column that shows a moment of the row in UTC, to the second."""
 
     @column(description, ordering=field)
     def shown(page: Any, row: Any) -> str:
@@ -64,7 +69,7 @@ def moment_column(field: str, description: str) -> Callable[[Any, Any], str]:
 
 
 def bulk(description: str, permission: str = "change") -> Callable[[F], F]:
-    """An action on the rows that are ticked in a list."""
+    """An action on the ticked rows of a list."""
 
     def mark(function: F) -> F:
         marked: F = action(function, description=description, permissions=[permission])
@@ -76,7 +81,7 @@ def bulk(description: str, permission: str = "change") -> Callable[[F], F]:
 def confirmed(
     title: str, text: str, *, icon: str, permission: str = "change", form: type[BaseDialogForm] = BaseDialogForm
 ) -> Callable[[F], F]:
-    """A button of one row's page. It asks first, and acts on the POST alone: a link from elsewhere does nothing."""
+    """A button on a row's page. It asks for confirmation and acts on the POST only: a link from elsewhere does nothing."""
     dialog = {"title": title, "description": text, "form_class": form, "form_submit_text": title}
 
     def mark(function: F) -> F:
@@ -87,7 +92,7 @@ def confirmed(
 
 
 class Page(ModelAdmin):  # type: ignore[misc]  # unfold is not typed
-    """A list and a page for each row; `empty_hint` says what to do where there is none."""
+    """A list with a page per row; `empty_hint` is shown when there are no rows."""
 
     empty_hint: ClassVar[str] = ""
     list_before_template = "embeddings/admin/empty_hint.html"
@@ -99,7 +104,7 @@ class Page(ModelAdmin):  # type: ignore[misc]  # unfold is not typed
     warn_unsaved_form = True
 
     def offers(self, name: str, row: Any) -> bool:
-        """Whether this button makes sense on this row's page."""
+        """Whether to show this button on this row's page."""
         return True
 
     def get_actions_detail(self, request: HttpRequest, object_id: int) -> list[Any]:
@@ -118,13 +123,13 @@ class Page(ModelAdmin):  # type: ignore[misc]  # unfold is not typed
         self.message_user(request, text, level)
 
     def back_to(self, request: HttpRequest, row: Model | None = None) -> HttpResponseBase:
-        """To the row's page, or to the list where there is no row any more."""
+        """Redirects to the row's page, or to the list without a row."""
         url = page_url(row) if row else reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist")
         return HttpResponse(headers={"HX-Redirect": url}) if request.headers.get("HX-Request") else redirect(url)
 
 
 class FactsPage(Page):
-    """Facts: shown, never edited. Permission to change these rows is permission to operate on them."""
+    """Read-only rows. Permission to change them is permission to run their actions."""
 
     actions_on_top = True
 
@@ -161,7 +166,7 @@ class FactsInline(TabularInline):  # type: ignore[misc]  # unfold is not typed
 
 
 class RulesForm(forms.ModelForm):  # type: ignore[type-arg]  # one form class for several models
-    """A form whose row must satisfy the registry's rules, too; `rules` raises ValidationError by field."""
+    """A form that also checks the registry's rules; `rules` raises ValidationError by field."""
 
     rules: ClassVar[Callable[[Any], None]]
 
@@ -189,15 +194,6 @@ class LinesField(forms.CharField):
 
     def has_changed(self, initial: Any, data: Any) -> bool:
         return bool(self.to_python(initial) != self.to_python(data))
-
-
-def _labelled(function: Callable[..., Any], colours: Mapping[str, str]) -> Callable[..., Any]:
-    @wraps(function)
-    def shown(page: Any, row: Any) -> SafeString:
-        value = function(page, row)
-        return cast(SafeString, display_for_label(value, "-", colours)) if value else SafeString("-")
-
-    return shown
 
 
 def page_url(row: Model) -> str:

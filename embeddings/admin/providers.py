@@ -1,4 +1,4 @@
-"""Model servers: their configuration, what was learned of them, and pausing them."""
+"""Providers: their configuration, state and embedding models; pause and resume."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ class ProviderAdmin(Page):
     def resume(self, request: HttpRequest, queryset: QuerySet[Provider]) -> None:
         self.done(request, f"{sum(map(registry.resume_provider, queryset))} providers resumed.")
 
-    @confirmed("Pause", "Nothing more is dispatched to this provider; what is there ends by itself.", icon="pause")
+    @confirmed("Pause", "Stops dispatching to this provider; running calls end by themselves.", icon="pause")
     def pause_one(self, request: HttpRequest, form: BaseDialogForm, object_id: str) -> HttpResponseBase:
         provider = self.chosen(request, object_id)
         self.done(request, "Paused." if registry.pause_provider(provider) else "It was paused already.")
         return self.back_to(request, provider)
 
-    @confirmed("Resume", "Dispatch goes on where it was paused.", icon="play_arrow")
+    @confirmed("Resume", "Resumes dispatching to this provider.", icon="play_arrow")
     def resume_one(self, request: HttpRequest, form: BaseDialogForm, object_id: str) -> HttpResponseBase:
         provider = self.chosen(request, object_id)
         self.done(request, "Resumed." if registry.resume_provider(provider) else "It was not paused.")

@@ -1,4 +1,4 @@
-"""Repositories: what is swept, how it went, and when it is due again."""
+"""Repositories: their configuration, last outcome and next sweep."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class RepositoryAdmin(Page):
 
     @confirmed(
         "Remove",
-        "Hides its rows from search at once, and cancels what is unfinished. A purge deletes the rows.",
+        "Hides its rows from search immediately and cancels its unfinished work. A purge deletes the rows.",
         icon="delete",
     )
     def remove(self, request: HttpRequest, form: BaseDialogForm, object_id: str) -> HttpResponseBase:
@@ -142,5 +142,5 @@ class RepositoryAdmin(Page):
 
 
 def _last(repository: Any) -> dict[str, Any]:
-    """The facts of the newest outcome; empty on the page of a repository that is being added."""
+    """The facts of the newest outcome; empty on the page that adds a repository."""
     return getattr(repository, "last", None) or {}

@@ -1,4 +1,4 @@
-"""Runs and their outcomes: what stalled, who was spared, what resumes next."""
+"""Runs and their outcomes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TenantRunAdmin(FactsPage):
     created = moment_column("created_at", "created")
     started = moment_column("started_at", "started")
     finished = moment_column("finished_at", "finished")
-    cancelled = moment_column("cancel_requested_at", "cancel asked")
+    cancelled = moment_column("cancel_requested_at", "cancel requested")
 
     def offers(self, name: str, row: TenantRun) -> bool:
         return row.status in RUN_UNFINISHED
@@ -154,19 +154,19 @@ class TenantRunAdmin(FactsPage):
         seconds = run_facts.seconds_of(run)
         return "-" if seconds is None else f"{seconds:.1f}"
 
-    @bulk("Cancel what is unfinished", permission="operate")
+    @bulk("Cancel the unfinished part", permission="operate")
     def cancel(self, request: HttpRequest, queryset: QuerySet[TenantRun]) -> None:
         unfinished = list(queryset.filter(status__in=RUN_UNFINISHED))
         for run in unfinished:
             sweep.request_cancel(run)
-        self.done(request, f"{len(unfinished)} runs cancelled; what is embedded is kept.")
+        self.done(request, f"{len(unfinished)} runs cancelled; embedded rows are kept.")
 
-    @confirmed("Cancel", "Cancels what is unfinished; what is embedded is kept.", icon="cancel", permission="operate")
+    @confirmed("Cancel", "Cancels the unfinished part; embedded rows are kept.", icon="cancel", permission="operate")
     def cancel_one(self, request: HttpRequest, form: BaseDialogForm, object_id: str) -> HttpResponseBase:
         run = self.chosen(request, object_id)
         if run.status in RUN_UNFINISHED:
             sweep.request_cancel(run)
-            self.done(request, "Cancelled; what is embedded is kept.")
+            self.done(request, "Cancelled; embedded rows are kept.")
         else:
             self.done(request, f"This run is {run.status} already.")
         return self.back_to(request, run)

@@ -1,4 +1,4 @@
-"""`Sweep now`, from the pages of repositories and of tenants."""
+"""The action "Sweep now" on the pages of repositories and tenants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embeddings.states import RunTrigger
 
 
 def sweep_now(page: Page, request: HttpRequest, repositories: QuerySet[Repository]) -> None:
-    """Starts runs over those that can be swept, and says which runs, or why none."""
+    """Starts runs over the repositories that can be swept; shows links to the runs, or the reason for none."""
     try:
         chosen = registry.require_sweepable(repositories)
         runs = sweep.start(chosen, trigger=RunTrigger.ADMIN)
@@ -25,4 +25,4 @@ def sweep_now(page: Page, request: HttpRequest, repositories: QuerySet[Repositor
         page.message_user(request, str(refused), messages.ERROR)
         return
     links = format_html_join(", ", "{}", ((link(run, run_facts.short_id(run)),) for run in runs))
-    page.message_user(request, f"Sweeping {len(chosen)} repositories; the workers take it from here. Runs: " + links)
+    page.message_user(request, f"Sweeping {len(chosen)} repositories in the background. Runs: " + links)

@@ -1,4 +1,4 @@
-"""Tenants, and their keys for the endpoints."""
+"""Tenants and their API keys."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class TenantForm(RulesForm):
 
 class IssueKeyForm(BaseDialogForm):  # type: ignore[misc]  # unfold is not typed
     label = forms.CharField(
-        max_length=100, required=False, widget=UnfoldAdminTextInputWidget, help_text="What the key is for."
+        max_length=100, required=False, widget=UnfoldAdminTextInputWidget, help_text="The purpose of the key."
     )
     scopes = forms.MultipleChoiceField(
         choices=registry.KeyScope.choices,
         initial=registry.KeyScope.values,
         widget=UnfoldAdminCheckboxSelectMultipleWidget,
-        help_text="What the key opens.",
+        help_text="The endpoints that the key may use.",
     )
 
 
@@ -129,12 +129,12 @@ class TenantAdmin(Page):
         except UsageError as refused:
             self.done(request, str(refused), messages.ERROR)
             return self.back_to(request, tenant)
-        # Rendered here and now: a message would carry the key through a cookie.
+        # Rendered directly: a message would put the key into a cookie.
         return render(request, "embeddings/admin/key_issued.html", {"key": key, "tenant": tenant})
 
     @confirmed(
         "Remove",
-        "Revokes its keys, hides its rows from search at once, and cancels what is unfinished. A purge deletes the rows.",
+        "Revokes its keys, hides its rows from search immediately and cancels its unfinished work. A purge deletes the rows.",
         icon="delete",
     )
     def remove(self, request: HttpRequest, form: BaseDialogForm, object_id: str) -> HttpResponseBase:
@@ -170,7 +170,7 @@ class TenantApiKeyAdmin(FactsPage):
     def revoke(self, request: HttpRequest, queryset: QuerySet[TenantApiKey]) -> None:
         self.done(request, f"{sum(map(registry.revoke_key, queryset))} keys revoked.")
 
-    @confirmed("Revoke", "The key opens nothing from now on.", icon="key_off", permission="operate")
+    @confirmed("Revoke", "The key stops working immediately.", icon="key_off", permission="operate")
     def revoke_one(self, request: HttpRequest, form: BaseDialogForm, object_id: str) -> HttpResponseBase:
         key = self.chosen(request, object_id)
         self.done(request, "Revoked." if registry.revoke_key(key) else "It was revoked already.")

@@ -1,4 +1,4 @@
-"""Embedding tasks and knowledge rows: what is queued, at the provider, stored, refused."""
+"""Embedding tasks and knowledge rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embeddings.states import TaskState
 
 
 class _TextsForSuperusers(FactsPage):
-    """A page whose tenants' texts only superusers see."""
+    """A page whose field `texts` only superusers see."""
 
     texts: str
 
@@ -34,8 +34,8 @@ class _TextsForSuperusers(FactsPage):
 
 @admin.register(EmbeddingTask)
 class EmbeddingTaskAdmin(_TextsForSuperusers):
-    empty_hint = "No embedding task: a sweep puts them, and so does each search."
-    # Settled tasks are many, and their exact number is of no use.
+    empty_hint = "No embedding task: sweeps and searches create them."
+    # Counting the many settled tasks would be slow, and their number is of no use.
     paginator = InfinitePaginator
     list_display = (
         "id",

@@ -21,7 +21,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `advice` is what to do: words, or a command as it is typed."""
+    """One line of the report. `advice` tells how to mend it: a sentence, or the command to type."""
 
     name: str
     status: Status
@@ -31,11 +31,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """What is looked at, and for how long at most. `look` may find several things, or nothing worth a line."""
+    """One check and its time limit. `look` may yield several findings or none."""
 
     name: str
     look: Callable[[], Iterable[Finding]]
     bound_s: float = BOUND_S
+
+
+def check(name: str, *, bound_s: float = BOUND_S) -> Callable[[Callable[[], Iterable[Finding]]], Check]:
+    """Decorator: makes the function a Check."""
+    return lambda look: Check(name, look, bound_s)
 
 
 def ok(name: str, detail: str, advice: str = "") -> Finding:
@@ -51,7 +56,7 @@ def error(name: str, detail: str, advice: str = "") -> Finding:
 
 
 def examine(checks: Sequence[Check]) -> list[Finding]:
-    """What the checks find, in their order. One that raises, or does not end, is an error by its name."""
+    """The findings, in the order of the checks. A check that raises or exceeds its limit becomes an error."""
     examinations = [_Examination(check) for check in checks]
     return [finding for examination in examinations for finding in examination.findings()]
 
@@ -75,7 +80,7 @@ class _Examination:
     def _look(self) -> None:
         try:
             self._found = list(self._check.look())
-        except Exception as raised:  # Whatever is broken here, the other checks are still to be read.
+        except Exception as raised:  # One broken check must not hide the findings of the others.
             self._found = [error(self._check.name, f"could not be looked at: {type(raised).__name__}")]
         finally:
             connections.close_all()

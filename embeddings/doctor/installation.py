@@ -14,7 +14,7 @@ from django.core.checks import run_checks
 from django.db import DatabaseError, connection
 
 from embeddings.checks import sqlite_is_new_enough
-from embeddings.doctor.findings import Check, Finding, Status, error, ok, warning
+from embeddings.doctor.findings import Finding, Status, check, error, ok, warning
 from embeddings.doctor.valkey import valkey_address
 from embeddings.management.base import migrations_missing
 from embeddings.management.rendering import printable
@@ -24,9 +24,16 @@ FREE_LEAST, FREE_WANTED = _GIB // 10, _GIB
 _GIT_TIMEOUT_S = 2.0
 
 
-def _settings() -> Iterable[Finding]:
-    """Where things are, and the system checks. No value that may be a secret is named."""
-    places = f"VAR_DIR {settings.VAR_DIR}, database {_database_address()}, Valkey {valkey_address()}"
+@check("settings")
+def check_settings() -> Iterable[Finding]:
+    """VAR_DIR, the servers' addresses, and Django's system checks. Prints no value that may be a secret."""
+    database: dict[str, Any] = connection.settings_dict
+    if connection.vendor == "sqlite":
+        address = f"SQLite at {database['NAME']}"
+    else:
+        port = f":{database['PORT']}" if database["PORT"] else ""
+        address = f"PostgreSQL {database['NAME']} at {database['HOST'] or 'a local socket'}{port}"
+    places = f"VAR_DIR {settings.VAR_DIR}, database {address}, Valkey {valkey_address()}"
     yield ok("settings", f"{places}, DEBUG {'on' if settings.DEBUG else 'off'}")
     for message in [*run_checks(), *sqlite_is_new_enough(None)]:
         if not message.is_silenced():
@@ -34,16 +41,9 @@ def _settings() -> Iterable[Finding]:
             yield Finding(message.id or "settings", status, str(message.msg), message.hint or "")
 
 
-def _database_address() -> str:
-    database: dict[str, Any] = connection.settings_dict
-    if connection.vendor == "sqlite":
-        return f"SQLite at {database['NAME']}"
-    port = f":{database['PORT']}" if database["PORT"] else ""
-    return f"PostgreSQL {database['NAME']} at {database['HOST'] or 'a local socket'}{port}"
-
-
-def _database() -> Iterable[Finding]:
-    """Reachable, with its vector search, and migrated."""
+@check("database")
+def check_database() -> Iterable[Finding]:
+    """Whether the database can be reached, can search vectors, and is migrated."""
     try:
         connection.ensure_connection()
     except DatabaseError as raised:
@@ -53,7 +53,7 @@ def _database() -> Iterable[Finding]:
     yield _vector_search()
     missing = migrations_missing()
     if missing:
-        yield error("database", f"answers; {missing} migrations are to be applied", "manage.py migrate")
+        yield error("database", f"answers; {missing} migrations are not applied yet", "manage.py migrate")
     else:
         yield ok("database", "answers; every migration is applied")
 
@@ -67,12 +67,15 @@ def _vector_search() -> Finding:
     if found is None:
         return error("vector search", "this PostgreSQL server has no pgvector", "install pgvector on it")
     if found[0] is None:
-        return warning("vector search", "pgvector is there, and not yet made in this database", "manage.py migrate")
+        return warning(
+            "vector search", "pgvector is installed, but not yet enabled in this database", "manage.py migrate"
+        )
     return ok("vector search", f"pgvector {found[0]}")
 
 
-def _var_dir() -> Iterable[Finding]:
-    """Writable, with room left."""
+@check("VAR_DIR")
+def check_var_dir() -> Iterable[Finding]:
+    """Whether VAR_DIR is writable and its disk has free space."""
     try:
         with tempfile.TemporaryFile(dir=settings.VAR_DIR) as probe:
             probe.write(b"doctor")
@@ -88,16 +91,11 @@ def _var_dir() -> Iterable[Finding]:
         yield ok("VAR_DIR", detail)
 
 
-def _git() -> Iterable[Finding]:
+@check("git")
+def check_git() -> Iterable[Finding]:
     try:
-        said = subprocess.run(["git", "--version"], capture_output=True, timeout=_GIT_TIMEOUT_S, check=True)
+        run = subprocess.run(["git", "--version"], capture_output=True, timeout=_GIT_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as raised:
         yield error("git", f"cannot be run: {type(raised).__name__}", "install git where sweeps run, on their PATH")
         return
-    yield ok("git", printable(said.stdout.decode("utf-8", "replace").strip()))
-
-
-SETTINGS = Check("settings", _settings)
-DATABASE = Check("database", _database)
-VAR_DIR = Check("VAR_DIR", _var_dir)
-GIT = Check("git", _git)
+    yield ok("git", printable(run.stdout.decode("utf-8", "replace").strip()))

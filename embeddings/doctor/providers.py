@@ -1,4 +1,4 @@
-"""The model servers: what the rows say of them, and, only where it is asked for, whether they answer."""
+"""Checks of the model servers: of their rows, and on request of the servers themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from django.conf import settings
 from django.utils import timezone
 
-from embeddings.doctor.findings import Check, Finding, error, ok, warning
+from embeddings.doctor.findings import Finding, check, error, ok, warning
 from embeddings.errors import ProviderConfigurationError, ProviderError, ProviderUnauthorized
 from embeddings.management.rendering import printable
 from embeddings.models import Provider, TenantRun
@@ -27,24 +27,28 @@ from project.runtime import event_loop
 _IDLE_TIMEOUT = timedelta(seconds=30)
 
 
-def _providers() -> Iterable[Finding]:
-    """Keys by their variables' names, lanes, and whether the newest run was stalled. Calls none of them."""
+@check("providers")
+def check_providers() -> Iterable[Finding]:
+    """Each provider's lane, whether its key is set, and whether its newest run stalled. Calls no model server."""
     found = list(facts.providers())
     if not found:
         advice = "manage.py provider set local --base-url http://127.0.0.1:8089/v1 --embedding-model NAME"
         yield warning("providers", "there is none yet", advice)
-    oldest = _oldest_queued()
+    oldest: dict[int, datetime] = {}
+    for (key, _), (_, since) in facts.tasks_in(TaskState.QUEUED).items():
+        oldest[key] = min(since, oldest.get(key, since))
     for provider in found:
         yield _lane(provider, oldest.get(provider.pk))
-        yield from _key(provider)
-        yield from _circuit(provider)
-
-
-def _oldest_queued() -> dict[int, datetime]:
-    oldest: dict[int, datetime] = {}
-    for (provider, _), (_, since) in facts.tasks_in(TaskState.QUEUED).items():
-        oldest[provider] = min(since, oldest.get(provider, since))
-    return oldest
+        if variable := provider.api_key_env:
+            name = f"key of provider {provider}"
+            if os.environ.get(variable, "").strip():
+                yield ok(name, f"{variable} is set here")
+            else:
+                advice = f"set {variable} for the web process and every worker"
+                yield error(name, f"{variable} is not set here", advice)
+        newest = TenantRun.objects.filter(provider=provider).select_related("circuit", "provider").order_by("-pk")
+        if (run := newest.first()) and (story := run_facts.circuit_story(run)):
+            yield warning(f"last run on {provider}", story, "look at the model server, then: manage.py sweep")
 
 
 def _lane(provider: Any, oldest: datetime | None) -> Finding:
@@ -59,28 +63,13 @@ def _lane(provider: Any, oldest: datetime | None) -> Finding:
     timeout = timedelta(milliseconds=settings.LEASE_MS) + _IDLE_TIMEOUT
     is_idle = not provider.dispatched and not (provider.busy_until and provider.busy_until > now)
     if is_idle and waited > timeout:
-        return warning(name, f"{detail}: nobody takes them to the server", START["embeddings"])
+        return warning(name, f"{detail}: no worker sends them to the server", START["embeddings"])
     return ok(name, detail)
 
 
-def _key(provider: Provider) -> Iterable[Finding]:
-    name, variable = f"key of provider {provider}", provider.api_key_env
-    if not variable:
-        return
-    if os.environ.get(variable, "").strip():
-        yield ok(name, f"{variable} is set here")
-    else:
-        yield error(name, f"{variable} is not set here", f"set {variable} for the web process and every worker")
-
-
-def _circuit(provider: Provider) -> Iterable[Finding]:
-    newest = TenantRun.objects.filter(provider=provider).select_related("circuit", "provider").order_by("-pk").first()
-    if newest and (story := run_facts.circuit_story(newest)):
-        yield warning(f"last run on {provider}", story, "look at the model server, then: manage.py sweep")
-
-
-def _answers() -> Iterable[Finding]:
-    """Asks each server once, bounded in time, for its models."""
+@check("servers", bound_s=LIST_DEADLINE_S + 2.0)
+def check_servers() -> Iterable[Finding]:
+    """Asks each server once for its models, with a deadline."""
     providers = list(facts.providers())
 
     async def ask_all() -> list[Finding | BaseException]:
@@ -99,7 +88,12 @@ async def _ask_server(provider: Provider) -> Finding:
     try:
         names = await adapter_for(provider).model_names()
     except (ProviderError, ProviderTimeoutError) as raised:
-        return _of_error(name, provider, raised)
+        detail = f"{raised.code}: {printable(str(raised))}"
+        if isinstance(raised, ProviderUnauthorized | ProviderConfigurationError):
+            return error(name, detail, "correct its key")
+        if getattr(raised, "status", None) == 404:
+            return warning(name, f"answers at {provider.base_url}, and lists no models")
+        return error(name, detail, f"check that the model server runs at {provider.base_url}")
     wanted = [model for model in (provider.embedding_model, provider.chat_model) if model]
     missing = sorted(set(map(_bare, wanted)) - set(map(_bare, names)))
     if missing:
@@ -107,19 +101,6 @@ async def _ask_server(provider: Provider) -> Finding:
     return ok(name, f"answers, and lists {', '.join(wanted)}")
 
 
-def _of_error(name: str, provider: Provider, raised: ProviderError | ProviderTimeoutError) -> Finding:
-    said = f"{raised.code}: {printable(str(raised))}"
-    if isinstance(raised, ProviderUnauthorized | ProviderConfigurationError):
-        return error(name, said, "correct its key")
-    if getattr(raised, "status", None) == 404:
-        return warning(name, f"answers at {provider.base_url}, and lists no models")
-    return error(name, said, f"look whether the model server runs at {provider.base_url}")
-
-
 def _bare(model: str) -> str:
-    """A name as people write it: servers add a folder in front, or a tag behind."""
+    """The name without the `models/` prefix or `:latest` tag that servers add."""
     return model.removeprefix("models/").removesuffix(":latest")
-
-
-PROVIDERS = Check("providers", _providers)
-SERVERS = Check("servers", _answers, bound_s=LIST_DEADLINE_S + 2.0)

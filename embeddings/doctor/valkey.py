@@ -1,4 +1,4 @@
-"""Valkey or Redis, and the workers that are reached through it."""
+"""Checks of Valkey or Redis, and of the workers behind it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from django.conf import settings
 
-from embeddings.doctor.findings import Check, Finding, Status, error, ok
+from embeddings.doctor.findings import Finding, Status, check, error, ok
 from embeddings.runtime import valkey, wake_ups, workers
 from project.runtime.embedded import EmbeddedValkeyError, valkey_socket
 
@@ -17,7 +17,7 @@ _ASK_S = (1.0, 2.0)
 
 
 def valkey_address() -> str:
-    """Where it is, without a password."""
+    """The server's address without its password."""
     if settings.EMBEDDED_VALKEY:
         return f"embedded at {valkey_socket(settings.VAR_DIR)}"
     url = urlsplit(settings.REDIS_URL)
@@ -25,7 +25,8 @@ def valkey_address() -> str:
     return f"{url.scheme}://{url.hostname or ''}{port}{url.path}"
 
 
-def _valkey() -> Iterable[Finding]:
+@check("valkey")
+def check_valkey() -> Iterable[Finding]:
     """Whether it answers. The embedded server is started on demand, so it is started here too."""
     try:
         valkey.client().ping()
@@ -38,9 +39,15 @@ def _valkey() -> Iterable[Finding]:
         yield ok("valkey", "answers: broker, event logs, waiting callers")
 
 
-def _queues() -> Iterable[Finding]:
-    """Who takes each queue. Where Valkey is embedded and no worker runs at all, commands do the work themselves."""
-    found = _takers()
+@check("queues", bound_s=sum(_ASK_S) + 2.0)
+def check_queues() -> Iterable[Finding]:
+    """How many workers take each queue. With an embedded Valkey and no worker, commands do the work themselves."""
+    found: Counter[str] = Counter()
+    if not wake_ups.no_worker_listens():
+        for seconds in _ASK_S:
+            found = workers.takers_by_queue(seconds)
+            if all(found[queue] for queue in workers.queues()):
+                break
     is_missed = bool(found) or not settings.EMBEDDED_VALKEY
     for queue in workers.queues():
         if found[queue]:
@@ -48,18 +55,3 @@ def _queues() -> Iterable[Finding]:
         else:
             status = Status.ERROR if is_missed else Status.WARNING
             yield Finding(f"queue {queue}", status, "no worker takes it", workers.START.get(queue, ""))
-
-
-def _takers() -> Counter[str]:
-    found: Counter[str] = Counter()
-    if wake_ups.no_worker_listens():
-        return found
-    for seconds in _ASK_S:
-        found = workers.takers_by_queue(seconds)
-        if all(found[queue] for queue in workers.queues()):
-            break
-    return found
-
-
-VALKEY = Check("valkey", _valkey)
-QUEUES = Check("queues", _queues, bound_s=sum(_ASK_S) + 2.0)

@@ -1,4 +1,4 @@
-"""What every command shares: one line for what was wrong, exit status 2 for usage and configuration, `--json`."""
+"""The base of every command: one-line errors, exit status 2 for usage and configuration, `--json`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Action = Callable[[Options], None]
 
 
 class Refused(CommandError):
-    """What was asked for cannot be done; nothing was."""
+    """The command cannot do its task and has changed nothing."""
 
 
 class Interrupted(CommandError):
-    """Ctrl-C."""
+    """Ctrl-C ended the command."""
 
 
 class LineParser(CommandParser):
-    """Says what is wrong in one line, where argparse prints the whole usage first."""
+    """Reports a usage error in one line; argparse would print the whole usage first."""
 
     def error(self, message: str) -> NoReturn:
         refuse(self, message)
@@ -61,19 +61,25 @@ class SluicegateCommand(BaseCommand):
         except KeyboardInterrupt:
             raise Interrupted("stopped by Ctrl-C.", returncode=INTERRUPTED) from None
         except IntegrityError as error:
-            raise Refused("someone else changed the same thing just now: try again.", returncode=USAGE) from error
+            raise Refused(
+                "another process changed the same row at the same time: try again.", returncode=USAGE
+            ) from error
         except (OperationalError, ProgrammingError) as error:
             raise _database_refusal(error) from error
 
     def print_json(self, data: object) -> None:
-        """One object, and nothing else, on standard output."""
-        self.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, default=_plain))
+        """Writes one JSON object and nothing else to standard output; moments in ISO 8601."""
+
+        def plain(value: object) -> str:
+            return value.isoformat() if isinstance(value, datetime) else str(value)
+
+        self.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, default=plain))
 
     def print_table(self, table: Table) -> None:
         render(table, self.stdout)
 
     def note(self, line: str) -> None:
-        """A line for the person, beside the output."""
+        """Writes a line for the person to standard error."""
         self.stderr.write(printable(line), self.style.WARNING)
 
 
@@ -124,12 +130,12 @@ def positive_number(text: str) -> int:
 
 
 def examples(text: str) -> str | None:
-    """The end of a help page, from one or more example lines."""
+    """The epilog of a help page, from one or more example lines."""
     return "examples:\n" + "\n".join(f"  manage.py {line}" for line in text.splitlines()) if text else None
 
 
 def refuse(parser: CommandParser, message: str) -> NoReturn:
-    """Ends the parsing with one line: by exit status 2 on the command line, by CommandError elsewhere."""
+    """Reports a usage error: exits with status 2 on the command line, raises CommandError elsewhere."""
     line = f"{parser.prog}: {message}; see {parser.prog} --help"
     if parser.called_from_command_line:
         parser.exit(USAGE, f"{line}\n")
@@ -137,23 +143,18 @@ def refuse(parser: CommandParser, message: str) -> NoReturn:
 
 
 def migrations_missing() -> int:
-    """How many migrations the database has still to take. Raises DatabaseError where it is away."""
+    """The number of migrations not applied yet. Raises DatabaseError if the database cannot be reached."""
     executor = MigrationExecutor(connection)
     return len(executor.migration_plan(executor.loader.graph.leaf_nodes()))
 
 
-def _plain(value: object) -> str:
-    """A moment in ISO 8601; anything else that JSON has no form for, as text."""
-    return value.isoformat() if isinstance(value, datetime) else str(value)
-
-
 def _database_refusal(error: DatabaseError) -> Exception:
-    """One line where the tables are not there yet or the database is away; otherwise the error itself."""
+    """One line if tables are missing or the database cannot be reached; otherwise the error itself."""
     try:
         missing = migrations_missing()
     except DatabaseError as unreachable:
         reason = printable(str(unreachable).strip().splitlines()[0])
         return Refused(f"the database cannot be used: {reason}", returncode=USAGE)
     if missing:
-        return Refused("the database has not all tables yet: run `manage.py migrate` first.", returncode=USAGE)
+        return Refused("the database lacks some tables: run `manage.py migrate` first.", returncode=USAGE)
     return error

@@ -1,4 +1,4 @@
-"""How a followed sweep shows its progress: one bar for each repository on a terminal, plain lines elsewhere."""
+"""The progress of a followed sweep: one bar per repository on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def following(stream: OutputWrapper) -> Iterator[Follower]:
 
 
 class Follower:
-    """Reads the rows at most every half second; `look` reads them at once."""
+    """Reads the rows at most every half second; `look` reads them immediately."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -54,7 +54,7 @@ class Follower:
 
 
 class Rows:
-    """A terminal: one bar for each repository."""
+    """Shows one bar per repository, on a terminal."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
@@ -70,22 +70,22 @@ class Rows:
 
 
 class Lines:
-    """Anything else: one line for each change of state, and one now and then for rows embedded."""
+    """Prints a line at each change of status and, every ten seconds, the number of embedded rows."""
 
     def __init__(self, stream: OutputWrapper) -> None:
         self._stream = stream
-        self._said: dict[str, tuple[str, float]] = {}
+        self._printed: dict[str, tuple[str, float]] = {}
 
     def show(self, repositories: Sequence[Progress]) -> None:
         now = time.monotonic()
         for one in repositories:
-            status, when = self._said.get(one.name, ("", 0.0))
-            moved_on = one.status == "embedding" and now - when >= _BETWEEN_LINES_S
-            if one.status == status and not moved_on:
+            status, when = self._printed.get(one.name, ("", 0.0))
+            is_due = one.status == "embedding" and now - when >= _BETWEEN_LINES_S
+            if one.status == status and not is_due:
                 continue
             rows = f" {one.embedded}/{one.total} rows" if one.total else ""
             self._stream.write(printable(f"{one.name}: {_words(one)}{rows}"), lambda line: line)
-            self._said[one.name] = (one.status, now)
+            self._printed[one.name] = (one.status, now)
 
 
 def _words(one: Progress) -> str:

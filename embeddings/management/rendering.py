@@ -1,4 +1,4 @@
-"""How commands show data: tables and bars on a terminal, plain lines elsewhere."""
+"""Tables of commands: with rules and colours on a terminal, aligned plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,80 +14,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under named columns; `numbers` are the columns set flush right, `empty` is said of no rows.
-
-    `if_any` names the columns that are left out where no row has anything but nought in them.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: frozenset[str] = frozenset()
-    empty: str = ""
-    if_any: frozenset[str] = frozenset()
-
-    def narrowed(self) -> Table:
-        """Without the columns of `if_any` that say nothing: a terminal is eighty characters wide."""
-        kept = [
-            index
-            for index, column in enumerate(self.columns)
-            if column not in self.if_any or any(row[index] not in ("", "0") for row in self.rows)
-        ]
-        return replace(
-            self,
-            columns=[self.columns[index] for index in kept],
-            rows=[[row[index] for index in kept] for row in self.rows],
-        )
-
-
-def render(table: Table, stream: OutputWrapper) -> None:
-    """The table on a terminal with rules and colour, elsewhere as aligned plain lines with the columns' names first."""
-    table = table.narrowed()
-    rows = [[printable(cell) for cell in row] for row in table.rows]
-    if not rows:
-        stream.write(table.empty)
-    elif stream.isatty():
-        console(stream).print(_rich_table(table, rows))
-    else:
-        for line in _plain_lines(table, rows):
-            stream.write(line)
-
-
-def console(stream: OutputWrapper) -> Console:
-    """A rich console on a command's stream. NO_COLOR is honoured."""
-    return Console(file=cast(TextIO, stream), highlight=False, markup=False, emoji=False)
-
-
-def printable(text: str) -> str:
-    """Without control characters: what came from a repository or a server must not steer the terminal."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _rich_table(table: Table, rows: list[list[str]]) -> RichTable:
-    shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in table.columns:
-        shown.add_column(column, justify="right" if column in table.numbers else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    return shown
-
-
-def _plain_lines(table: Table, rows: list[list[str]]) -> list[str]:
-    lines = [list(table.columns), *rows]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(table.columns))]
-    right = [column in table.numbers for column in table.columns]
-    return [
-        "  ".join(
-            cell.rjust(width) if flush else cell.ljust(width)
-            for cell, width, flush in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-
-
 _STYLES = {
     "ok": "green",
     "warning": "yellow",
@@ -104,3 +30,63 @@ _STYLES = {
     "interrupted": "red",
     "open": "red",
 }
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under named columns; `numbers` are aligned right, `empty` is printed if there are no rows.
+
+    `if_any` names the columns to omit when every row is empty or 0 there.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: frozenset[str] = frozenset()
+    empty: str = ""
+    if_any: frozenset[str] = frozenset()
+
+    def narrowed(self) -> Table:
+        """Without the `if_any` columns that are empty or 0 in every row: a terminal is 80 characters wide."""
+        kept = [
+            index
+            for index, column in enumerate(self.columns)
+            if column not in self.if_any or any(row[index] not in ("", "0") for row in self.rows)
+        ]
+        return replace(
+            self,
+            columns=[self.columns[index] for index in kept],
+            rows=[[row[index] for index in kept] for row in self.rows],
+        )
+
+
+def render(table: Table, stream: OutputWrapper) -> None:
+    """Writes the table: with rules and colours on a terminal, elsewhere as aligned lines with the column names first."""
+    table = table.narrowed()
+    rows = [[printable(cell) for cell in row] for row in table.rows]
+    if not rows:
+        stream.write(table.empty)
+    elif stream.isatty():
+        shown = RichTable(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+        for column in table.columns:
+            shown.add_column(column, justify="right" if column in table.numbers else "left", overflow="fold")
+        for row in rows:
+            shown.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        console(stream).print(shown)
+    else:
+        lines = [list(table.columns), *rows]
+        widths = [max(len(line[index]) for line in lines) for index in range(len(table.columns))]
+        right = [column in table.numbers for column in table.columns]
+        for line in lines:
+            cells = zip(line, widths, right, strict=True)
+            padded = (cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in cells)
+            stream.write("  ".join(padded).rstrip())
+
+
+def console(stream: OutputWrapper) -> Console:
+    """A rich console on a command's stream. NO_COLOR is honoured."""
+    return Console(file=cast(TextIO, stream), highlight=False, markup=False, emoji=False)
+
+
+def printable(text: str) -> str:
+    """Replaces control characters: a repository's or server's text must not control the terminal."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from embeddings.management.rendering import Table
-from embeddings.models import TenantRun
 from embeddings.reports.facts import moment
 from embeddings.reports.run_facts import short_id
 
@@ -14,7 +13,7 @@ _COUNTS = ("files", "rows", "embedded", "reused", "pending", "deleted", "undeliv
 
 
 def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
-    """One line for each outcome of `sweep.report`."""
+    """One row per outcome of `run_facts.report`."""
     return Table(
         columns=("repository", "outcome", *_COUNTS, "skipped", "calls", "seconds", "reason"),
         rows=[
@@ -36,7 +35,7 @@ def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
 
 
 def run_table(runs: Sequence[Any]) -> Table:
-    """One line for each of `run_facts.runs()`."""
+    """One row per run of `run_facts.runs()`."""
     return Table(
         columns=(
             "run",
@@ -54,7 +53,7 @@ def run_table(runs: Sequence[Any]) -> Table:
             (
                 short_id(run),
                 run.provider.name,
-                _status(run),
+                "cancelling" if run.cancel_requested_at and run.finished_at is None else run.status,
                 run.circuit.state,
                 str(run.outcome_count),
                 str(run.spared_count),
@@ -68,9 +67,3 @@ def run_table(runs: Sequence[Any]) -> Table:
         numbers=frozenset({"repositories", "spared", "failed"}),
         empty="No run yet. Start one: manage.py sweep",
     )
-
-
-def _status(run: TenantRun) -> str:
-    if run.cancel_requested_at and run.finished_at is None:
-        return "cancelling"
-    return run.status

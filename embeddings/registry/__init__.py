@@ -1,6 +1,6 @@
-"""Tenants, keys, providers and repositories: the verbs that every entry point calls (docs/architecture.md, Commands).
+"""The operations on tenants, keys, providers and repositories (docs/architecture.md, Commands).
 
-The commands, the admin and the endpoints parse, call one of these, and render.
+The commands, the admin and the endpoints parse their input, call one of these, and render the result.
 """
 
 from embeddings.registry.keys import KeyScope, allows, authenticate, find_key, issue_key, revoke_key

@@ -1,4 +1,4 @@
-"""Who calls an endpoint: a tenant, by its key as a bearer token (docs/architecture.md, Guarantees: G12)."""
+"""Authenticates a tenant by its key, sent as a bearer token (docs/architecture.md, Guarantees: G12)."""
 
 from __future__ import annotations
 

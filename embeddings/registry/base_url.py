@@ -1,8 +1,8 @@
-"""A provider's base URL: one spelling for one server, so that none gets two lanes (docs/architecture.md, Data and states)."""
+"""Normalises base URLs, so that no server gets two lanes by two spellings (docs/architecture.md, Data and states)."""
 
 from __future__ import annotations
 
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from django.core.exceptions import ValidationError
 
@@ -16,41 +16,34 @@ def normalise_base_url(text: str) -> str:
 
     Raises ValidationError for anything but http or https with a host, and for userinfo, query or fragment.
     """
-    parts = _split(text)
+    url = text.strip()
+    if any(character.isspace() or not character.isprintable() for character in url):
+        raise ValidationError("A base URL has no spaces or control characters.")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ValidationError("The base URL cannot be parsed: its host or port is not valid.") from None
     if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
         raise ValidationError("Use an http:// or https:// URL with a host, such as http://127.0.0.1:8089/v1.")
     if "@" in parts.netloc:
-        raise ValidationError("A base URL carries no user name or password: name a variable with api_key_env instead.")
+        raise ValidationError(
+            "A base URL has no user name or password: name an environment variable with api_key_env instead."
+        )
     if len(text) > _LENGTH_MAX:
         raise ValidationError(f"A base URL has at most {_LENGTH_MAX} characters.")
     if "?" in text or "#" in text:
         raise ValidationError("A base URL has no query and no fragment.")
-    return urlunsplit((parts.scheme, _place(parts), parts.path.rstrip("/"), "", ""))
+    host = parts.hostname.rstrip(".")
+    place = f"[{host}]" if ":" in host else host
+    if port is not None and port != _DEFAULT_PORTS[parts.scheme]:
+        place += f":{port}"
+    return urlunsplit((parts.scheme, place, parts.path.rstrip("/"), "", ""))
 
 
 def same_server(one: str, other: str) -> bool:
-    """Whether two normalised URLs name one endpoint; `localhost`, `127.0.0.1` and `::1` are one machine."""
+    """Whether two normalised URLs name the same endpoint; `localhost`, `127.0.0.1` and `::1` are the same host."""
     return _identity(one) == _identity(other)
-
-
-def _split(text: str) -> SplitResult:
-    text = text.strip()
-    if any(character.isspace() or not character.isprintable() for character in text):
-        raise ValidationError("A base URL has no spaces or control characters.")
-    try:
-        parts = urlsplit(text)
-        _ = parts.port
-    except ValueError:
-        raise ValidationError("The base URL cannot be read: its host or port makes no sense.") from None
-    return parts
-
-
-def _place(parts: SplitResult) -> str:
-    host = (parts.hostname or "").rstrip(".")
-    place = f"[{host}]" if ":" in host else host
-    if parts.port is None or parts.port == _DEFAULT_PORTS[parts.scheme]:
-        return place
-    return f"{place}:{parts.port}"
 
 
 def _identity(url: str) -> tuple[str, str, int, str]:

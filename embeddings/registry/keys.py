@@ -1,4 +1,4 @@
-"""Tenants' keys for the endpoints: `sgk_<prefix>_<secret>`, shown once, kept as a digest."""
+"""Tenants' API keys: `sgk_<prefix>_<secret>`, shown once, stored as a digest."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from embeddings.models import Tenant, TenantApiKey
 _MARK = "sgk"
 _KEY = re.compile(_MARK + r"_(?P<prefix>[0-9a-f]{12})_[0-9a-f]{48}", re.ASCII)
 _LABEL_CHARACTERS_MAX = 100
-# A busy key would otherwise cost one write for each request.
+# Without it, a busy key would cost one write per request.
 _LAST_USED_GRAIN = timedelta(minutes=1)
 
 
 class KeyScope(TextChoices):
-    """What a key opens."""
+    """The groups of endpoints that a key may use."""
 
     CHAT = "chat"
     SEARCH = "search"
@@ -31,7 +31,7 @@ class KeyScope(TextChoices):
 
 
 def issue_key(tenant: Tenant, *, label: str = "", scopes: Collection[str] = ()) -> tuple[TenantApiKey, str]:
-    """A new key for the tenant, and the key itself, which nobody can read again. No scopes given: all of them.
+    """Creates a key; returns its row and the key itself, which is not stored. Without `scopes` it gets all of them.
 
     Raises UsageError.
     """
@@ -51,20 +51,30 @@ def issue_key(tenant: Tenant, *, label: str = "", scopes: Collection[str] = ()) 
 def authenticate(key: str) -> TenantApiKey | None:
     """The key's row with its tenant and providers, or None. Digests are compared in constant time."""
     shape = _KEY.fullmatch(key)
-    row = _usable(shape["prefix"]) if shape else None
-    if row is None or not hmac.compare_digest(_digest(key), row.digest):
+    if shape is None:
         return None
-    _note_use(row)
+    keys = TenantApiKey.objects.select_related("tenant__embedding_provider", "tenant__chat_provider")
+    try:
+        # `first` would add a sort: a fifth of the cost of taking a turn.
+        row = keys.get(prefix=shape["prefix"], revoked_at=None, tenant__is_active=True)
+    except TenantApiKey.DoesNotExist:
+        return None
+    if not hmac.compare_digest(_digest(key), row.digest):
+        return None
+    now = timezone.now()
+    if row.last_used_at is None or row.last_used_at < now - _LAST_USED_GRAIN:
+        stale = Q(last_used_at=None) | Q(last_used_at__lt=now - _LAST_USED_GRAIN)
+        TenantApiKey.objects.filter(stale, pk=row.pk).update(last_used_at=now)
     return row
 
 
 def allows(key: TenantApiKey, scope: str) -> bool:
-    """Whether the key opens this scope."""
+    """Whether the key has this scope."""
     return scope in key.scopes
 
 
 def find_key(prefix: str) -> TenantApiKey:
-    """The key with this prefix; a whole key is taken, too. Raises UsageError."""
+    """The key with this prefix; a whole key works too. Raises UsageError."""
     wanted = prefix.removeprefix(f"{_MARK}_").partition("_")[0]
     found = TenantApiKey.objects.select_related("tenant").filter(prefix=wanted).first()
     if found is None:
@@ -73,24 +83,8 @@ def find_key(prefix: str) -> TenantApiKey:
 
 
 def revoke_key(key: TenantApiKey) -> bool:
-    """The key opens nothing from now on. Whether this changed anything."""
+    """Revokes the key. Whether this changed anything."""
     return bool(TenantApiKey.objects.filter(pk=key.pk, revoked_at=None).update(revoked_at=timezone.now()))
-
-
-def _usable(prefix: str) -> TenantApiKey | None:
-    keys = TenantApiKey.objects.select_related("tenant__embedding_provider", "tenant__chat_provider")
-    try:
-        # Not `first`, which would sort what is one row: a fifth of what taking a turn costs.
-        return keys.get(prefix=prefix, revoked_at=None, tenant__is_active=True)
-    except TenantApiKey.DoesNotExist:
-        return None
-
-
-def _note_use(row: TenantApiKey) -> None:
-    now = timezone.now()
-    stale = Q(last_used_at=None) | Q(last_used_at__lt=now - _LAST_USED_GRAIN)
-    if row.last_used_at is None or row.last_used_at < now - _LAST_USED_GRAIN:
-        TenantApiKey.objects.filter(stale, pk=row.pk).update(last_used_at=now)
 
 
 def _digest(key: str) -> str:

@@ -32,7 +32,7 @@ def find_tenant(slug: str) -> Tenant:
 
 
 def find_active_tenant(slug: str) -> Tenant:
-    """The same of a tenant that was not removed. Raises UsageError."""
+    """The active tenant of this slug. Raises UsageError."""
     found = find_tenant(slug)
     if not found.is_active:
         raise _not_active(found)
@@ -50,15 +50,23 @@ def find_repository(tenant: Tenant, slug: str) -> Repository:
 
 
 def select_repositories(tenants: Sequence[str] = (), repositories: Sequence[str] = ()) -> list[Repository]:
-    """What a sweep is asked to take: `tenants` by slug and `repositories` as `tenant/slug`; both empty for all.
+    """The repositories of a sweep: `tenants` by slug and `repositories` as `tenant/slug`; both empty for all.
 
-    Only enabled repositories of active tenants with an embedding provider. Raises UsageError where a name is unknown,
-    where a repository that is asked for by name cannot be swept, and where nothing is left.
+    Only enabled repositories of active tenants with an embedding provider. Raises UsageError if a name is unknown, if a
+    repository given by name cannot be swept, or if no repository remains.
     """
     for slug in dict.fromkeys(tenants):
         find_active_tenant(slug)
     for name in dict.fromkeys(repositories):
-        _check_sweepable(_named_repository(name))
+        repository = _named_repository(name)
+        tenant = repository.tenant
+        if not tenant.is_active:
+            raise _not_active(tenant)
+        if not repository.enabled:
+            enable = f"`manage.py repository set {tenant} {repository.slug} --enable`"
+            raise UsageError(f"{repository} is disabled: {enable}.")
+        if tenant.embedding_provider is None:
+            raise _without_provider(tenant)
     return require_sweepable(match_repositories(tenants, repositories))
 
 
@@ -75,7 +83,7 @@ def require_sweepable(candidates: QuerySet[Repository]) -> list[Repository]:
 def match_repositories(tenants: Sequence[str] = (), repositories: Sequence[str] = ()) -> QuerySet[Repository]:
     """Repositories that are not removed, of `tenants` by slug and `repositories` as `tenant/slug`; both empty for all.
 
-    Raises UsageError where a name is unknown.
+    Raises UsageError if a name is unknown.
     """
     found = present_repositories().order_by("tenant__slug", "slug")
     if not tenants and not repositories:
@@ -95,16 +103,6 @@ def _named_repository(name: str) -> Repository:
     if not slash or not tenant or not slug:
         raise UsageError(f"{name!r} is not a repository's name: write it as tenant/repository.")
     return find_repository(find_tenant(tenant), slug)
-
-
-def _check_sweepable(repository: Repository) -> None:
-    tenant = repository.tenant
-    if not tenant.is_active:
-        raise _not_active(tenant)
-    if not repository.enabled:
-        raise UsageError(f"{repository} is disabled: `manage.py repository set {tenant} {repository.slug} --enable`.")
-    if tenant.embedding_provider is None:
-        raise _without_provider(tenant)
 
 
 def _nothing_to_sweep(candidates: QuerySet[Repository]) -> UsageError:

@@ -15,15 +15,15 @@ from embeddings.models import KnowledgeRow, Provider, Repository
 from embeddings.registry.rules import clean_provider, one_line
 from embeddings.runtime import wake_ups
 
-# With one of these the provider may take a text that it refused before.
-_WHAT_IS_TAKEN = frozenset({"kind", "base_url", "embedding_model", "batch_size", "batch_characters"})
-# What was learned about a server says nothing about the next one.
+# A change to one of these may make the provider accept a text that it refused.
+_AFFECTS_REFUSALS = frozenset({"kind", "base_url", "embedding_model", "batch_size", "batch_characters"})
+# Observations of the old server, to reset with a new base URL.
 _LEARNED = {"refuses_base64": False, "busy_until": None, "overtaken_since": None}
 
 
 @dataclass(frozen=True)
 class ProviderChange:
-    """What `set_provider` did: the fields that changed, and the lines that the person should read."""
+    """The result of `set_provider`: the changed fields, and notes for the person."""
 
     provider: Provider
     created: bool
@@ -32,9 +32,9 @@ class ProviderChange:
 
 
 def set_provider(name: str, values: Mapping[str, object]) -> ProviderChange:
-    """Makes the provider, or gives the existing one these values by field name; the others stay as they are.
+    """Creates the provider or sets these fields of an existing one; other fields keep their values.
 
-    Raises UsageError with one line that names every value that was refused; nothing is stored then.
+    Raises UsageError, whose one line names every refused value, and then stores nothing.
     """
     with transaction.atomic():
         provider = Provider.objects.filter(name=name).first() or Provider(name=name)
@@ -55,9 +55,9 @@ def set_provider(name: str, values: Mapping[str, object]) -> ProviderChange:
 
 
 def save_provider(provider: Provider, changed: Collection[str]) -> int:
-    """Stores a cleaned provider: of one that exists only what changed, since the lane writes to the same row.
+    """Stores a cleaned provider: only the changed fields of an existing one, since the lane writes to the same row.
 
-    Where the server, its model or its limits changed, its undeliverable rows are tried again; returns how many.
+    If the server, its model or its limits changed, makes its undeliverable rows pending again; returns their number.
     """
     if provider._state.adding:
         provider.save()
@@ -70,11 +70,15 @@ def save_provider(provider: Provider, changed: Collection[str]) -> int:
             setattr(provider, field, value)
         fields |= _LEARNED.keys()
     provider.save(update_fields=fields)
-    return _retry_undeliverable(provider) if fields & _WHAT_IS_TAKEN else 0
+    if not fields & _AFFECTS_REFUSALS:
+        return 0
+    refused = KnowledgeRow.objects.filter(generation__provider=provider).exclude(undeliverable_reason="")
+    repositories = Repository.objects.filter(pk__in=refused.values("repository")).order_by("pk")
+    return sum(map(store.retry_undeliverable, repositories))
 
 
 def notes_on(provider: Provider, changed: Collection[str]) -> tuple[str, ...]:
-    """What follows from this provider's values, one line each; `changed` names the fields that got a new value."""
+    """Warnings about this provider's values, one line each; `changed` names the fields with a new value."""
     notes = []
     if provider.api_key_env and not os.environ.get(provider.api_key_env):
         notes.append(f"{provider.api_key_env} is not set here: set it for every worker, or calls will be refused.")
@@ -87,26 +91,20 @@ def notes_on(provider: Provider, changed: Collection[str]) -> tuple[str, ...]:
 
 
 def pause_provider(provider: Provider) -> bool:
-    """Nothing more is dispatched to it; what is at the provider ends by itself. Whether this changed anything."""
+    """Stops dispatching to the provider; running calls end by themselves. Whether this changed anything."""
     return bool(Provider.objects.filter(pk=provider.pk, is_paused=False).update(is_paused=True))
 
 
 def resume_provider(provider: Provider) -> bool:
-    """Dispatch goes on where it was paused. Whether this changed anything."""
+    """Resumes dispatching to a paused provider. Whether this changed anything."""
     resumed = Provider.objects.filter(pk=provider.pk, is_paused=True).update(is_paused=False)
     if resumed:
         wake_ups.notify_workers(wake_ups.DRAIN, provider.pk)
     return bool(resumed)
 
 
-def _retry_undeliverable(provider: Provider) -> int:
-    refused = KnowledgeRow.objects.filter(generation__provider=provider).exclude(undeliverable_reason="")
-    repositories = Repository.objects.filter(pk__in=refused.values("repository")).order_by("pk")
-    return sum(map(store.retry_undeliverable, repositories))
-
-
 def _whole_number(name: str, field: str, value: object) -> object:
-    """The value, unless the field wants a whole number and got something else: Django would cut 1.5 down to 1."""
+    """Refuses a value that is no whole number for an integer field: Django would truncate 1.5 to 1."""
     column = Provider._meta.get_field(field)
     if not isinstance(column, models.IntegerField) or (value is None and column.null):
         return value

@@ -14,13 +14,13 @@ from embeddings.models import Repository, Tenant
 from embeddings.registry.rules import clean_repository, one_line
 from embeddings.runs import sweep
 
-# A new value of one of these makes the next sweep see other files.
-_WHAT_IS_SWEPT = frozenset({"source", "ref", "include", "exclude", "enabled"})
+# A change to one of these changes the files that a sweep sees.
+_AFFECTS_SWEEP = frozenset({"source", "ref", "include", "exclude", "enabled"})
 
 
 @dataclass(frozen=True)
 class RepositoryChange:
-    """What `add_repository` or `set_repository` did, and the lines that the person should read."""
+    """The result of `add_repository` or `set_repository`, with notes for the person."""
 
     repository: Repository
     created: bool
@@ -29,7 +29,7 @@ class RepositoryChange:
 
 
 def add_repository(tenant: Tenant, slug: str, source: str, values: Mapping[str, object]) -> RepositoryChange:
-    """Gives the tenant a repository. One of this slug that is there already must agree with what is given.
+    """Adds a repository to the tenant. An existing one with this slug must have the same values.
 
     Raises UsageError.
     """
@@ -54,7 +54,7 @@ def add_repository(tenant: Tenant, slug: str, source: str, values: Mapping[str, 
 
 
 def set_repository(repository: Repository, values: Mapping[str, object]) -> RepositoryChange:
-    """Gives an existing repository these values. Raises UsageError."""
+    """Sets these fields of an existing repository. Raises UsageError."""
     before = {field: getattr(repository, field) for field in values}
     for field, value in values.items():
         setattr(repository, field, value)
@@ -65,13 +65,13 @@ def set_repository(repository: Repository, values: Mapping[str, object]) -> Repo
 
 
 def save_repository(repository: Repository, changed: Collection[str]) -> None:
-    """Stores a cleaned repository: of one that exists only what changed, since sweeps write to the same row."""
+    """Stores a cleaned repository: only the changed fields of an existing one, since sweeps write to the same row."""
     if repository._state.adding:
         repository.next_due_at = timezone.now()
         repository.save()
         return
     fields = set(changed)
-    if fields & _WHAT_IS_SWEPT:
+    if fields & _AFFECTS_SWEEP:
         repository.next_due_at = timezone.now()
         fields.add("next_due_at")
     if fields:
@@ -79,7 +79,7 @@ def save_repository(repository: Repository, changed: Collection[str]) -> None:
 
 
 def remove_repository(repository: Repository) -> bool:
-    """Hides the repository's rows from search at once and cancels what is unfinished; a purge deletes them later.
+    """Hides the repository's rows from search immediately and cancels unfinished work; a purge deletes the rows.
 
     Whether this changed anything.
     """
@@ -90,9 +90,9 @@ def remove_repository(repository: Repository) -> bool:
 
 
 def repository_notes(repository: Repository) -> tuple[str, ...]:
-    """What follows from this repository's values, one line each."""
+    """Warnings about this repository's values, one line each."""
     if repository.source.startswith("/") and not os.path.isdir(repository.source):
-        return (f"There is no directory {repository.source} on this machine: sweeps are deferred until there is one.",)
+        return (f"There is no directory {repository.source} on this machine: sweeps are deferred until it exists.",)
     return ()
 
 

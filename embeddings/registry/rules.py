@@ -1,7 +1,7 @@
-"""What a provider, a tenant and a repository must satisfy, beyond their fields' own validators.
+"""The rules for providers, tenants and repositories beyond their fields' own validators.
 
-Each rule speaks Django's ValidationError, keyed by field, so that a form shows it where it belongs; `one_line` turns it
-into the line of a command.
+Each rule raises Django's ValidationError, keyed by field, so that a form shows it beside the field; `one_line` turns it
+into a line for a command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embeddings.models import Provider, Repository, Tenant
 from embeddings.registry.base_url import normalise_base_url, same_server
 from embeddings.states import ProviderKind
 
-# Where these kinds speak OpenAI's protocol: it is no place for their own.
+# The path of these kinds' OpenAI-compatible API. Their base URL is the root of their own API.
 _SPEAKS_OPENAI_AT = {ProviderKind.OLLAMA: "/v1", ProviderKind.GEMINI: "/openai"}
 _PATTERNS_MAX, _PATTERN_CHARACTERS_MAX, _REF_CHARACTERS_MAX = 200, 500, 250
 
@@ -35,7 +35,7 @@ def clean_provider(provider: Provider) -> None:
 
 
 def clean_tenant(tenant: Tenant) -> None:
-    """Raises ValidationError where a provider lacks the model that the tenant would use."""
+    """Checks every rule: each provider needs the model that the tenant would use. Raises ValidationError."""
     _check(
         lambda: tenant.full_clean(validate_constraints=False),
         lambda: _has_model(tenant.embedding_provider, "embedding"),
@@ -56,7 +56,7 @@ def clean_repository(repository: Repository) -> None:
 
 
 def one_line(subject: str, error: ValidationError) -> UsageError:
-    """The same refusal for someone at a terminal: `subject: field: what is wrong`."""
+    """The same error as one line for a terminal: `subject: field: message`."""
     if not hasattr(error, "error_dict"):
         return UsageError(f"{subject}: {' '.join(error.messages)}")
     problems = (f"{field}: {' '.join(messages)}" for field, messages in error.message_dict.items())
@@ -64,7 +64,7 @@ def one_line(subject: str, error: ValidationError) -> UsageError:
 
 
 def _check(*rules: Callable[[], None]) -> None:
-    """Runs every rule and raises all refusals at once."""
+    """Runs every rule and raises all their errors together."""
     problems: dict[str, list[ValidationError]] = {}
     for rule in rules:
         try:
@@ -84,7 +84,7 @@ def _take_base_url(provider: Provider) -> None:
         if same_server(base_url, provider.base_url):
             raise ValidationError(
                 {
-                    "base_url": f"Provider {name} already uses {base_url}: two providers on one server would void its "
+                    "base_url": f"Provider {name} already uses {base_url}: two providers on one server would bypass its "
                     f"single lane. Change {name} instead."
                 }
             )

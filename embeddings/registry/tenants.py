@@ -17,7 +17,7 @@ from embeddings.registry.rules import clean_tenant, one_line
 
 @dataclass(frozen=True)
 class TenantChange:
-    """What `add_tenant` or `set_tenant` did: made it, brought it back, changed these fields, or nothing."""
+    """The result of `add_tenant` or `set_tenant`."""
 
     tenant: Tenant
     created: bool
@@ -25,7 +25,7 @@ class TenantChange:
 
 
 def add_tenant(slug: str, values: Mapping[str, object]) -> TenantChange:
-    """Makes the tenant, or brings a removed one back. One that is there already must agree with `values`.
+    """Creates the tenant or reactivates a removed one. An active one must already have these `values`.
 
     Raises UsageError.
     """
@@ -42,7 +42,7 @@ def add_tenant(slug: str, values: Mapping[str, object]) -> TenantChange:
 
 
 def set_tenant(tenant: Tenant, values: Mapping[str, object]) -> TenantChange:
-    """Gives an existing tenant these values. Raises UsageError."""
+    """Sets these fields of an existing tenant. Raises UsageError."""
     return _store(tenant, values)
 
 
@@ -55,9 +55,9 @@ def save_tenant(tenant: Tenant, changed: Collection[str]) -> None:
 
 
 def remove_tenant(tenant: Tenant) -> int:
-    """Ends the tenant: its keys no longer open anything, its repositories are removed. How many repositories that were.
+    """Deactivates the tenant, revokes its keys and removes its repositories; returns the number of repositories.
 
-    The tenant's name stays taken: facts about it outlive it.
+    The slug stays taken, because runs and turns still refer to it.
     """
     with transaction.atomic():
         Tenant.objects.filter(pk=tenant.pk).update(is_active=False)

@@ -1,4 +1,4 @@
-"""What the commands and the admin show of rows: one query for each list, whatever its length."""
+"""Facts about rows for the commands and the admin: one query per list, whatever its length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNQUEUED = (
 
 
 def providers() -> QuerySet[Provider]:
-    """Each with `dimensions` (of its present embedding model), `queued` and `dispatched` (embedding tasks)."""
+    """All providers, with `dimensions` (of the current embedding model), `queued` and `dispatched` (embedding tasks)."""
     generation = EmbeddingGeneration.objects.filter(provider=OuterRef("pk"), model=OuterRef("embedding_model"))
     return Provider.objects.annotate(
         dimensions=Subquery(generation.values("dimensions")[:1]),
@@ -38,7 +38,7 @@ def providers() -> QuerySet[Provider]:
 
 
 def _task_count(state: TaskState) -> Coalesce:
-    """A provider's tasks in this state; settled ones, which are many, are not looked at."""
+    """The number of a provider's tasks in this state; never reads the many settled ones."""
     tasks = (
         EmbeddingTask.objects.filter(provider=OuterRef("pk"), settled_at=None, state=state)
         .order_by()
@@ -48,7 +48,7 @@ def _task_count(state: TaskState) -> Coalesce:
 
 
 def tasks_in(state: TaskState) -> dict[tuple[int, int], tuple[int, datetime]]:
-    """By provider and priority: how many embedding tasks are in this state, and since when the oldest was queued."""
+    """By provider and priority: the number of embedding tasks in this state, and when the oldest was queued."""
     rows = EmbeddingTask.objects.filter(settled_at=None, state=state).order_by().values_list("provider", "priority")
     return {
         (provider, priority): (number, oldest)
@@ -57,7 +57,7 @@ def tasks_in(state: TaskState) -> dict[tuple[int, int], tuple[int, datetime]]:
 
 
 def tenants() -> QuerySet[Tenant]:
-    """Each with its providers, `repository_count` (not removed) and `key_count` (not revoked)."""
+    """All tenants, with their providers, `repository_count` (not removed) and `key_count` (not revoked)."""
     repositories = Repository.objects.filter(tenant=OuterRef("pk"), removed_at=None).values("tenant")
     keys = TenantApiKey.objects.filter(tenant=OuterRef("pk"), revoked_at=None).values("tenant")
     return (
@@ -77,13 +77,13 @@ def keys(tenant: Tenant | None = None) -> QuerySet[TenantApiKey]:
 
 
 def repositories(tenant: Tenant | None = None) -> QuerySet[Repository]:
-    """Those not removed, all or one tenant's, each with `last` (see `with_last_outcome`)."""
+    """All repositories or one tenant's, without removed ones, with `last` (see `with_last_outcome`)."""
     found = with_last_outcome(Repository.objects.filter(removed_at=None)).order_by("tenant__slug", "slug")
     return found.filter(tenant=tenant) if tenant else found
 
 
 def with_last_outcome(found: QuerySet[Repository]) -> QuerySet[Repository]:
-    """Each with its tenant and `last`: a dict of its newest outcome, or None where it was never swept."""
+    """Adds the tenant and `last`: a dict of the newest outcome, or None if never swept."""
     newest = RepositoryOutcome.objects.filter(repository=OuterRef("pk")).order_by("-pk")
     facts = ("status", "error_code", "rows", "pending", "undeliverable", "finished_at", "run_id")
     last = newest.values(facts=JSONObject(**{fact: F(fact) for fact in facts}))[:1]
@@ -123,7 +123,7 @@ def moment(when: datetime | None) -> str:
 
 
 def admission(provider: Provider) -> str:
-    """How calls are let through."""
+    """How many calls the provider gets at once."""
     if provider.kind == ProviderKind.OPENAI_COMPATIBLE:
         return "single lane"
     if provider.kind == ProviderKind.OLLAMA:
@@ -167,7 +167,7 @@ def key_facts(key: TenantApiKey) -> dict[str, Any]:
 
 
 def repository_facts(repository: Any) -> dict[str, Any]:
-    """One of `repositories()` for `--json`; counts are those of its newest outcome."""
+    """One of `repositories()` for `--json`; counts are from its newest outcome."""
     last = repository.last or {}
     return {
         "tenant": repository.tenant.slug,

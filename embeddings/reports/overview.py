@@ -1,4 +1,4 @@
-"""The one page for an operator who is paged at night: what stalled, who was spared, what resumes next."""
+"""The data of the admin's overview: stalled and unfinished runs, failing and due repositories, providers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embeddings.states import RUN_UNFINISHED, CircuitState, OutcomeStatus
 
 STALLED_SHOWN_FOR = timedelta(hours=24)
 _SHOWN = 10
-# Put off, which is no failure; and yet nothing comes of it until somebody mends the source.
+# These defer a repository, which is no failure, but it stays deferred until its source is mended.
 _UNFETCHED = (SourceUnreachable.code, SourceTimeout.code)
 
 
@@ -33,12 +33,12 @@ def stalled_runs() -> list[TenantRun]:
 
 
 def unfinished_runs() -> list[TenantRun]:
-    """Runs at work, newest first."""
+    """Unfinished runs, newest first."""
     return list(run_facts.runs().filter(status__in=RUN_UNFINISHED)[:_SHOWN])
 
 
 def troubled_repositories() -> list[Repository]:
-    """Enabled repositories whose sweeps keep failing, or whose source the last one could not fetch, the worst first."""
+    """Enabled repositories that fail repeatedly or whose source could not be fetched last time, worst first."""
     unfetched = Q(last__status=OutcomeStatus.DEFERRED, last__error_code__in=_UNFETCHED)
     failing = facts.repositories().filter(Q(consecutive_failures__gt=0) | unfetched, enabled=True)
     return list(failing.order_by("-consecutive_failures", "tenant__slug", "slug")[:_SHOWN])
@@ -51,12 +51,12 @@ def due_next() -> list[Repository]:
 
 
 def providers() -> Sequence[Any]:
-    """All providers with what is queued and dispatched."""
+    """All providers, with their queued and dispatched tasks."""
     return list(facts.providers())
 
 
 def next_step() -> str:
-    """What to do first where something is missing; empty where all is set up."""
+    """The next step of the setup; empty when it is complete."""
     steps = (
         (
             Provider.objects.exclude(embedding_model=""),

@@ -1,4 +1,4 @@
-"""What commands, the API and the admin show of runs, their outcomes, and undeliverable rows."""
+"""Facts about runs, outcomes and undeliverable rows for the commands, the API and the admin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embeddings.states import OUTCOME_UNFINISHED, CircuitState, OutcomeStatus
 
 _FAILED = (OutcomeStatus.FAILED, OutcomeStatus.INTERRUPTED)
 _COUNTS = ("provider_calls", "files", "rows", "embedded", "reused", "pending", "deleted", "undeliverable")
-_PUT_OFF = (OutcomeStatus.DEFERRED, OutcomeStatus.SKIPPED, OutcomeStatus.CANCELLED)
+_NOT_DONE = (OutcomeStatus.DEFERRED, OutcomeStatus.SKIPPED, OutcomeStatus.CANCELLED)
 
 
 def runs() -> QuerySet[TenantRun]:
@@ -40,7 +40,7 @@ def runs() -> QuerySet[TenantRun]:
 
 
 def find_run(text: str) -> TenantRun:
-    """The run whose public id begins with `text`. Raises UsageError where there is none, or more than one."""
+    """The run whose public id begins with `text`. Raises UsageError if none does, or more than one."""
     wanted = text.strip().lower()
     is_id_start = bool(wanted) and set(wanted) <= set("0123456789abcdef-")
     found = list(runs().filter(public_id__startswith=wanted)[:2]) if is_id_start else []
@@ -60,7 +60,7 @@ def find_outcome(run: TenantRun, name: str) -> RepositoryOutcome:
 
 
 def short_id(run: TenantRun) -> str:
-    """Enough of the public id to name the run in a list."""
+    """The first eight characters of the public id."""
     return str(run.public_id)[:8]
 
 
@@ -121,11 +121,11 @@ def exit_status(statuses: Iterable[str]) -> int:
     counted = Counter(statuses)
     if any(counted[status] for status in _FAILED):
         return 1
-    return 3 if any(counted[status] for status in _PUT_OFF) else 0
+    return 3 if any(counted[status] for status in _NOT_DONE) else 0
 
 
 def circuit_story(run: TenantRun) -> str:
-    """What stalled, who was spared and what follows, in one line; empty while the circuit is closed."""
+    """One line about an open circuit: the repository that timed out and the number spared; empty while closed."""
     circuit = run.circuit
     if circuit.state != CircuitState.OPEN:
         return ""
@@ -138,7 +138,7 @@ def circuit_story(run: TenantRun) -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """One repository of a run at this moment; `embedded` of `total` rows, both 0 while its files are read."""
+    """The current state of one repository of a run; `embedded` of `total` rows, both 0 while its files are read."""
 
     name: str
     status: str
@@ -169,7 +169,7 @@ def progress(runs: Sequence[TenantRun]) -> list[Progress]:
 
 
 def undeliverable_rows(repositories: Iterable[Repository]) -> QuerySet[KnowledgeRow]:
-    """Rows whose text the provider refuses, of these repositories, with their places."""
+    """The rows of these repositories whose text the provider refuses, with their paths."""
     return (
         KnowledgeRow.objects.filter(repository__in=list(repositories))
         .exclude(undeliverable_reason="")
@@ -192,18 +192,18 @@ def row_facts(row: KnowledgeRow) -> dict[str, Any]:
 
 
 def seconds_of(run: TenantRun) -> float | None:
-    """How long the run took, or has taken so far; None before it started."""
+    """The duration of the run, so far if unfinished; None before it started."""
     elapsed = _elapsed_s(run)
     return None if elapsed is None else round(elapsed, 1)
 
 
 def reason(outcome: RepositoryOutcome) -> str:
-    """Why the outcome is what it is, and the provider's own code behind it; empty for a success."""
+    """The outcome's error code, and the provider's own code after it; empty for a success."""
     return " < ".join(code for code in (outcome.error_code, outcome.source_error_code) if code)
 
 
 def outcome_seconds(outcome: RepositoryOutcome) -> str:
-    """How long the outcome took, or has taken so far; a dash before its scan."""
+    """The duration of the outcome, so far if unfinished; a dash before its scan."""
     elapsed = _elapsed_s(outcome)
     return "-" if elapsed is None else f"{elapsed:.1f}"
 

@@ -1,7 +1,7 @@
 """A tenant's view of runs, which it may share with other tenants of its provider (docs/architecture.md, Chat, Endpoints).
 
-It sees its own outcomes, and of the rest the circuit's state and code alone: not how many others there are, not who
-opened the circuit.
+It shows the tenant's own outcomes and the circuit's state and code, but not the number of the other tenants' outcomes or
+the repository that opened the circuit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from embeddings.states import OUTCOME_UNFINISHED, RunStatus, RunTrigger
 
 
 def newest(tenant: Tenant, limit: int) -> list[dict[str, Any]]:
-    """The runs that the tenant has an outcome in, newest first."""
+    """The runs with an outcome of the tenant, newest first."""
     return [_view(tenant, run) for run in _runs(tenant).order_by("-pk")[:limit]]
 
 
@@ -34,7 +34,7 @@ def start(tenant: Tenant, slugs: Sequence[str], concurrency: int | None) -> list
     """Starts a sweep over the tenant's repositories of these slugs, or all. Raises UsageError."""
     named = [f"{tenant.slug}/{slug}" for slug in slugs]
     chosen = select_repositories((), named) if named else select_repositories((tenant.slug,))
-    # A slash in a slug would name another tenant's repository.
+    # A slug with a slash could name another tenant's repository.
     own = [repository for repository in chosen if repository.tenant_id == tenant.pk]
     return [_view(tenant, run) for run in sweep.start(own, trigger=RunTrigger.API, concurrency=concurrency)]
 
@@ -66,10 +66,16 @@ def _own(tenant: Tenant, run: TenantRun) -> QuerySet[RepositoryOutcome]:
 def _view(tenant: Tenant, run: TenantRun) -> dict[str, Any]:
     outcomes = list(_own(tenant, run))
     circuit = run.circuit
+    # The status of the tenant's own part: the run's would reveal the other tenants' outcomes.
+    statuses = {outcome.status for outcome in outcomes}
+    if not statuses.intersection(OUTCOME_UNFINISHED):
+        status = transitions.run_status(statuses, was_cancelled=False)
+    else:
+        status = RunStatus.QUEUED if run.status == RunStatus.QUEUED else RunStatus.RUNNING
     return {
         "id": str(run.public_id),
         "provider": run.provider.name,
-        "status": _status(outcomes, run),
+        "status": status,
         "trigger": run.trigger,
         "created_at": run.created_at,
         "circuit": {
@@ -79,11 +85,3 @@ def _view(tenant: Tenant, run: TenantRun) -> dict[str, Any]:
         },
         "outcomes": [outcome_report(outcome) for outcome in outcomes],
     }
-
-
-def _status(outcomes: Sequence[RepositoryOutcome], run: TenantRun) -> RunStatus:
-    """The run's status as far as it is the tenant's: the others' outcomes are not to be read off it."""
-    statuses = {outcome.status for outcome in outcomes}
-    if not statuses.intersection(OUTCOME_UNFINISHED):
-        return transitions.run_status(statuses, was_cancelled=False)
-    return RunStatus(run.status) if run.status == RunStatus.QUEUED else RunStatus.RUNNING

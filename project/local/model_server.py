@@ -1,7 +1,7 @@
 """The local model server: llama.cpp in this process, with MiniLM for embeddings and SmolLM2 for chat at one address.
 
-`python -m project.local.model_server prepare` fetches the models; `... serve` serves them at http://127.0.0.1:8089/v1 until
-it is told to stop. `ModelServer` runs the latter as a child, for the demo, the tests and the benchmarks.
+`python -m project.local.model_server prepare` downloads the models; `... serve` serves them at http://127.0.0.1:8089/v1
+until SIGTERM or Ctrl-C. `ModelServer` runs the latter as a child, for the demo, the tests and the benchmarks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from urllib.parse import urlsplit
 
 from project.local.model_files import MINILM, SMOLLM2, ModelFilesError, models_dir, prepare
 from project.local.model_front import ModelFront
+from project.local.processes import CHECKOUT, say
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 DEFAULT_PORT = 8089
 EMBEDDING_MODEL = "minilm"
 CHAT_MODEL = "smollm2"
 _SLOTS = 4
 _EMBEDDING_TOKENS = 512
-# Room for a prompt of 2,000 tokens and an answer of 1,000 in every slot at once.
+# For each slot: a prompt of 2,000 tokens and an answer of 1,000.
 _CHAT_TOKENS = 3072
-# So small a model does not always come to an end by itself.
+# So small a model does not always end its answer by itself.
 _ANSWER_TOKENS = 512
 _READY_WORD = "ready"
 _READY_TIMEOUT_S = 60.0
@@ -42,7 +42,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class LocalModelsError(Exception):
-    """The local model server cannot be run. The message is one line."""
+    """The local model server cannot run. The message is one line."""
 
     code = "LOCAL_MODELS_UNAVAILABLE"
 
@@ -77,7 +77,14 @@ class ModelServer:
         )
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.stop)
-            self.base_url = self._wait_until_ready(self._process)
+            assert self._process.stdout is not None  # noqa: S101 - a pipe was requested
+            line = _line_within(self._process.stdout, _READY_TIMEOUT_S)
+            if not line.startswith(_READY_WORD):
+                self._log.seek(0)
+                logged = self._log.read().decode(errors="replace").strip().splitlines()
+                reason = logged[-1] if logged else "it printed nothing"
+                raise LocalModelsError(f"the local model server did not start: {reason}")
+            self.base_url = line.split()[-1]
             on_failure.pop_all()
         return self
 
@@ -101,31 +108,9 @@ class ModelServer:
             if stream is not None:
                 stream.close()
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> str:
-        assert process.stdout is not None  # noqa: S101  it was asked for
-        line = _line_within(process.stdout, _READY_TIMEOUT_S)
-        if not line.startswith(_READY_WORD):
-            self._log.seek(0)
-            said = self._log.read().decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-            raise LocalModelsError(f"the local model server did not start: {said[0]}")
-        return line.split()[-1]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: prepare, or serve until SIGTERM or SIGINT."""
-    options = _parser().parse_args(arguments)
-    directory = options.models_dir or models_dir(Path(os.environ.get("VAR_DIR") or CHECKOUT / "var"))
-    try:
-        prepare(directory, _say)
-        if options.verb == "serve":
-            asyncio.run(_serve(directory, options.port, options.until_stdin_closes))
-    except (ModelFilesError, LocalModelsError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m project.local.model_server", description=__doc__)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--models-dir", type=Path)
@@ -134,7 +119,16 @@ def _parser() -> argparse.ArgumentParser:
     serve = verbs.add_parser("serve", parents=[common])
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 takes a free one")
     serve.add_argument("--until-stdin-closes", action="store_true", help="end with the process that started this one")
-    return parser
+    options = parser.parse_args(arguments)
+    directory = options.models_dir or models_dir(Path(os.environ.get("VAR_DIR") or CHECKOUT / "var"))
+    try:
+        prepare(directory, say)
+        if options.verb == "serve":
+            asyncio.run(_serve(directory, options.port, options.until_stdin_closes))
+    except (ModelFilesError, LocalModelsError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
 
 
 async def _serve(directory: Path, port: int, until_stdin_closes: bool) -> None:
@@ -145,14 +139,15 @@ async def _serve(directory: Path, port: int, until_stdin_closes: bool) -> None:
     if until_stdin_closes:
         loop.add_reader(sys.stdin.fileno(), stopping.set)
     embeddings = _llama(directory / MINILM.file_name, _embedding_options())
-    chat = _llama(directory / SMOLLM2.file_name, _chat_options())
+    chat_options = {"model_alias": {CHAT_MODEL}, "n_ctx": _SLOTS * _CHAT_TOKENS, "n_predict": _ANSWER_TOKENS}
+    chat = _llama(directory / SMOLLM2.file_name, chat_options)
     front = ModelFront((EMBEDDING_MODEL, CHAT_MODEL), {"/embeddings": _port(embeddings)}, _port(chat))
     try:
         listener = await front.start(port)
     except OSError as error:
-        raise LocalModelsError(f"port {port} on 127.0.0.1 cannot be had: {error.strerror}") from error
+        raise LocalModelsError(f"port {port} on 127.0.0.1 cannot be opened: {error.strerror}") from error
     bound_port = listener.sockets[0].getsockname()[1]
-    _say(f"{_READY_WORD}: {EMBEDDING_MODEL} and {CHAT_MODEL} at http://127.0.0.1:{bound_port}/v1")
+    say(f"{_READY_WORD}: {EMBEDDING_MODEL} and {CHAT_MODEL} at http://127.0.0.1:{bound_port}/v1")
     await stopping.wait()
     listener.close()
     await front.stop()
@@ -171,13 +166,9 @@ def _embedding_options() -> dict[str, Any]:
     }
 
 
-def _chat_options() -> dict[str, Any]:
-    return {"model_alias": {CHAT_MODEL}, "n_ctx": _SLOTS * _CHAT_TOKENS, "n_predict": _ANSWER_TOKENS}
-
-
 def _llama(model: Path, options: dict[str, Any]) -> Any:
-    """A llama.cpp server on a free port of 127.0.0.1; it answers when this returns, and ends with the object."""
-    from xllamacpp import CommonParams, Server  # here: `prepare` and ModelServer do without its 60 MB
+    """Starts a llama.cpp server on a free port of 127.0.0.1, ready when this returns; it stops with the object."""
+    from xllamacpp import CommonParams, Server  # here: `prepare` and ModelServer do not need its 60 MB
 
     params = CommonParams()
     params.model.path = str(model)
@@ -213,12 +204,12 @@ def _wait_until_its_queue_runs(port: int) -> None:
 def _port(server: Any) -> int:
     port: int | None = urlsplit(str(server.listening_address)).port
     if port is None:
-        raise LocalModelsError(f"llama.cpp names no port: {server.listening_address}")
+        raise LocalModelsError(f"llama.cpp reports no port: {server.listening_address}")
     return port
 
 
 def _line_within(stream: IO[bytes], timeout_s: float) -> str:
-    """The line that says ready, or what came instead before the stream ended or the time was over."""
+    """The ready line, or the whole output if the stream ends or the time runs out first."""
     deadline = time.monotonic() + timeout_s
     said = b""
     with selectors.DefaultSelector() as selector:
@@ -233,11 +224,6 @@ def _line_within(stream: IO[bytes], timeout_s: float) -> str:
             if not piece:
                 break
     return said.decode(errors="replace")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

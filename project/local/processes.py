@@ -1,4 +1,4 @@
-"""Child processes that end with their parent's block: what `make demo` and `make up` are made of (leaf, no Django)."""
+"""Child processes that end with their parent's block, for `make demo` and `make up` (leaf, no Django)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-# What a person's shell may hold for another deployment: the local runs use their own VAR_DIR and nothing else.
+# Local runs ignore these variables, which the shell may hold for another deployment.
 _DEPLOYMENT = ("DATABASE_URL", "REDIS_URL", "SECRET_KEY", "SOURCE_ROOTS", "DJANGO_SETTINGS_MODULE")
 
 
@@ -26,9 +26,16 @@ def local_environment(var_dir: Path) -> dict[str, str]:
     return kept | {"PATH": programs, "VAR_DIR": str(var_dir), "PYTHONUNBUFFERED": "1"}
 
 
+def say(line: str, *, bold: bool = False) -> None:
+    """Print a line immediately, in bold on a terminal."""
+    is_bold = bold and sys.stdout.isatty()
+    sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if is_bold else f"{line}\n")
+    sys.stdout.flush()
+
+
 @contextlib.contextmanager
 def background(command: Sequence[str], environ: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `command` beside the block, its output in `log`; it and its children are gone when the block is left."""
+    """Run `command` during the block, with its output in `log`; then end it and its children."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -37,7 +44,7 @@ def background(command: Sequence[str], environ: Mapping[str, str], log: Path) ->
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A terminal's Ctrl-C must reach the parent alone, which then ends its children in order.
+            # A terminal's Ctrl-C must reach only the parent, which then ends its children in order.
             start_new_session=True,
         )
     try:
@@ -61,7 +68,7 @@ def foreground(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def end(process: subprocess.Popen[bytes], *, whole_group: bool = False) -> None:
-    """Ask it to end, insist after 10 s, and reap it. One that has ended is left alone."""
+    """Send SIGTERM, after 10 s SIGKILL, and reap the process. Does nothing if it has ended."""
     if process.poll() is None:
         _send(process, signal.SIGTERM, whole_group=False)
         with contextlib.suppress(subprocess.TimeoutExpired):

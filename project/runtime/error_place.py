@@ -1,4 +1,4 @@
-"""Describes an error for a log by class and place alone: its message may contain a tenant's text."""
+"""Describes an error for a log by its class and place only: its message may contain a tenant's text."""
 
 from __future__ import annotations
 

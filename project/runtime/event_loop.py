@@ -1,7 +1,7 @@
 """The asyncio loop of this process: every provider call runs on it, in one background thread.
 
-Synchronous code hands a coroutine over with `submit` or `run`. The loop is made lazily and keyed by process id: a loop
-made before a fork never runs in the child. No ORM call belongs on it.
+Synchronous code passes coroutines to it with `submit` or `run`. The loop is made lazily and keyed by process id, because
+a loop made before a fork does not run in the child. ORM calls must not run on it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class PerLoop(Generic[T]):
-    """Called on a loop, it gives that loop's own: made when it is first asked for, and gone with the loop."""
+    """A callable that returns one object per event loop, made at the first call and dropped with the loop."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -1,6 +1,6 @@
-"""Locks between processes on files made for it (leaf).
+"""Locks between processes, on lock files (leaf).
 
-A lock goes when the last process that shares its descriptor has closed it, however that process ends.
+The kernel releases a lock when the last process that shares its descriptor closes it or ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[int]:
-    """The descriptor of the file, which is made where there is none; it is not locked yet."""
+    """The descriptor of the lock file, created if missing; not locked yet."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield descriptor
@@ -23,7 +23,7 @@ def lock_file(path: Path) -> Iterator[int]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Whether the lock is now held here; without waiting for another holder."""
+    """Takes the lock if it is free, without waiting; whether this process holds it now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
-"""Excludes everything a process has loaded at its start from the garbage collector's full collections.
+"""Excludes the objects loaded at a process's start from the garbage collector's full collections.
 
-A full round over all of Django and the SDK takes a tenth of a second, in which every stream of the process stands still.
+A full collection over Django and the SDK takes 0.1 s, during which every stream of the process is blocked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ import gc
 
 
 def keep_what_is_loaded() -> None:
-    """Call it once, when everything is imported and before work comes."""
+    """Call once, after all imports and before the first work."""
     gc.collect()
     gc.freeze()

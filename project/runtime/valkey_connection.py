@@ -1,4 +1,4 @@
-"""Just enough of the Valkey protocol to ask whether a server answers, who holds it, and to stop it (leaf, blocking)."""
+"""A minimal Valkey client: PING, CLIENT LIST, SHUTDOWN over a unix socket (leaf, blocking)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _REPLY_TIMEOUT_S = 5.0
 
 
 class Connection:
-    """A blocking connection that speaks just enough of the protocol: simple strings, errors and bulk strings."""
+    """A blocking connection. Reads simple strings, errors and bulk strings."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

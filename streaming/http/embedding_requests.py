@@ -22,12 +22,12 @@ class Embedded:
 
 
 def embedded(tenant: Tenant, body: EmbeddingRequest) -> Embedded:
-    """The vectors of the texts, in order. Raises UnknownModel, InvalidRequest, and what the provider raises."""
+    """The vectors of the texts, in order. Raises UnknownModel, InvalidRequest, and the provider's errors."""
     provider = tenant.embedding_provider
     if provider is None or body.model != provider.embedding_model:
         raise UnknownModel(f"The model {body.model[:200]!r} does not exist.", param="model")
     if any(not text.strip() for text in body.texts):
-        raise InvalidRequest("A text is blank: there is nothing to embed.", param="input")
+        raise InvalidRequest("A text is blank.", param="input")
     size = provider.batch_size
     batches = [body.texts[at : at + size] for at in range(0, len(body.texts), size)]
     vectors = np.concatenate([embed_texts(provider, batch) for batch in batches])

@@ -1,4 +1,4 @@
-"""A turn in OpenAI's words: the completion, what stands in every chunk, and the error a turn that failed becomes (pure)."""
+"""A turn in OpenAI's format: completion, common fields of the chunks, and the error of a failed turn (pure)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GATEWAY_TIMEOUT_KINDS = frozenset({"headers_timeout", "retrieval_timeout"})
 
 @dataclass(frozen=True)
 class Shape:
-    """What every object of one turn carries."""
+    """The fields common to every object of one turn."""
 
     turn: UUID
     model: str
@@ -31,7 +31,7 @@ class Shape:
     def completion(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, sources: list[Any]
     ) -> dict[str, Any]:
-        """A whole `chat.completion`. `sources` is ours: the rows that an answer over knowledge was given."""
+        """A whole `chat.completion`. `sources` is our extension: the knowledge rows given to the model."""
         body = self._head("chat.completion") | {"choices": choices, "usage": usage}
         return body | ({"sources": sources} if sources else {})
 
@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class OpenAIError:
-    """An error in OpenAI's shape, and the status and headers it travels with."""
+    """An error in OpenAI's format, with its HTTP status and headers."""
 
     status: int
     message: str
@@ -62,14 +62,18 @@ class OpenAIError:
 
 
 def error_of(end: dict[str, Any]) -> OpenAIError:
-    """The error that an end event other than completed stands for. What we tried again is not the client's to retry."""
+    """The error for an end event other than completed. The client must not retry what was retried here already."""
     state, upstream = end["state"], end.get("status")
     status = _status_of(state, end["error_kind"], end["error_code"], upstream)
     message = end.get("message") or f"The answer ended as {state}."
+    if status in (400, 413, 422):
+        kind = "invalid_request_error"
+    else:
+        kind = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}.get(status, "api_error")
     return OpenAIError(
         status,
         message,
-        _type_of(status),
+        kind,
         end["error_code"] or state,
         retry_after_ms=end.get("retry_after_ms"),
         may_retry=status in (429, 503) and end["error_code"] != codes.NO_WORKER,
@@ -86,9 +90,3 @@ def _status_of(state: str, kind: str, code: str, upstream: int | None) -> int:
     if state == "interrupted":
         return 500 if code == codes.INTERNAL_ERROR else 503
     return 502
-
-
-def _type_of(status: int) -> str:
-    if status in (400, 413, 422):
-        return "invalid_request_error"
-    return {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}.get(status, "api_error")

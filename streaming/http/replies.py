@@ -1,4 +1,4 @@
-"""HTTP replies that follow a turn: as server-sent events, or as one body at its end (docs/architecture.md, Chat)."""
+"""HTTP replies that follow a turn: a stream of server-sent events, or one body at its end (docs/architecture.md, Chat)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SSE = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Acc
 
 
 async def completion(turn: ChatTurn) -> HttpResponse:
-    """The whole answer as a `chat.completion`, or the error that it ended with. A hang-up cancels the turn."""
+    """The whole answer as a `chat.completion`, or the turn's error. A hang-up cancels the turn."""
     async with cancelled_by_hang_up(turn), aclosing(follow(turn)) as followed:
         async for _ in followed:
             pass
@@ -44,11 +44,17 @@ async def completion(turn: ChatTurn) -> HttpResponse:
 
 
 async def completion_stream(turn: ChatTurn, *, include_usage: bool) -> HttpResponse | StreamingHttpResponse:
-    """The answer as chunks. The status waits for the first thing delivered, or the error; after 10 s it is a 200."""
+    """The answer as chunks. The status waits for the first delta or the end; after CHAT_STATUS_WAIT_MS it is a 200."""
     stream = sse.OpenAIStream(_shape(turn), include_usage=include_usage)
     followed = follow(turn)
     async with cancelled_by_hang_up(turn):
-        begun = await _until_delivered(followed)
+        due = time.monotonic() + settings.CHAT_STATUS_WAIT_MS / 1000
+        begun = []
+        async for event in followed:
+            if event.type != events.TICK:
+                begun.append(event)
+            if event.type in (events.DELTA, events.END) or time.monotonic() >= due:
+                break
     has_text = any(event.type == events.DELTA for event in begun)
     if begun and begun[-1].is_end and begun[-1].data["state"] != TurnState.COMPLETED and not has_text:
         return _error(turn, begun[-1].data)
@@ -57,36 +63,25 @@ async def completion_stream(turn: ChatTurn, *, include_usage: bool) -> HttpRespo
 
 
 def event_stream(turn: ChatTurn, after: int) -> StreamingHttpResponse:
-    """The native stream of a turn's events after seq `after`. A hang-up does nothing to the turn."""
+    """The native stream of a turn's events after seq `after`. A hang-up does not cancel the turn."""
     return StreamingHttpResponse(_native(turn, after), headers=_SSE)
 
 
 async def _native(turn: ChatTurn, after: int) -> AsyncIterator[bytes]:
-    said_at = time.monotonic()
+    sent_at = time.monotonic()
     async with aclosing(follow(turn, after)) as followed:
         async for event in followed:
             if event.type != events.TICK:
                 yield sse.native(event)
-            elif time.monotonic() - said_at >= settings.CHAT_HEARTBEAT_MS / 1000:
+            elif time.monotonic() - sent_at >= settings.CHAT_HEARTBEAT_MS / 1000:
                 yield sse.HEARTBEAT
             else:
                 continue
-            said_at = time.monotonic()
-
-
-async def _until_delivered(followed: AsyncIterator[Event]) -> list[Event]:
-    due = time.monotonic() + settings.CHAT_STATUS_WAIT_MS / 1000
-    begun = []
-    async for event in followed:
-        if event.type != events.TICK:
-            begun.append(event)
-        if event.type in (events.DELTA, events.END) or time.monotonic() >= due:
-            break
-    return begun
+            sent_at = time.monotonic()
 
 
 class _ChunkBody:
-    """The chunks of a reply. `close`, which Django calls however the reply ends, cancels a turn that had not ended."""
+    """The chunks of a reply. Django calls `close` however the reply ends; it cancels a turn that has not ended."""
 
     def __init__(
         self, turn: ChatTurn, followed: AsyncGenerator[Event, None], stream: sse.OpenAIStream, begun: list[Event]
@@ -98,17 +93,17 @@ class _ChunkBody:
         self._has_ended = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        # Send the status now, to a client that waits for it alone.
+        # Django sends the status with the first bytes.
         if not any(event.type in (events.DELTA, events.END) for event in self._begun):
             yield sse.comment("open")
-        said_at = time.monotonic()
+        sent_at = time.monotonic()
         async with aclosing(self._events()) as all_events:
             async for event in all_events:
                 chunk = self._stream.render(event)
-                if not chunk and time.monotonic() - said_at >= settings.CHAT_HEARTBEAT_MS / 1000:
+                if not chunk and time.monotonic() - sent_at >= settings.CHAT_HEARTBEAT_MS / 1000:
                     chunk = sse.HEARTBEAT
                 if chunk:
-                    said_at = time.monotonic()
+                    sent_at = time.monotonic()
                     yield chunk
                 self._has_ended = event.is_end
 
@@ -125,12 +120,12 @@ class _ChunkBody:
             try:
                 transitions.request_cancel(self._turn)
             finally:
-                # Django's thread closes the reply; do not leave a database connection open in it.
+                # Django closes the reply in a thread, which must not keep a database connection open.
                 connections.close_all()
 
 
 class cancelled_by_hang_up:
-    """Cancels the turn if its client goes away while the reply is still being made."""
+    """Cancels the turn if the client disconnects before the reply is complete."""
 
     def __init__(self, turn: ChatTurn) -> None:
         self._turn = turn
@@ -154,6 +149,6 @@ def _error(turn: ChatTurn, end: dict[str, Any]) -> HttpResponse:
 
 
 def _with_turn(turn: ChatTurn, reply: Reply) -> Reply:
-    """The turn's id as the request id that OpenAI's clients show."""
+    """Adds the turn's id as the request id, which OpenAI's clients show."""
     reply["x-request-id"] = str(turn.public_id)
     return reply

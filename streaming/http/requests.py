@@ -1,4 +1,4 @@
-"""Chat requests as clients send them: what we read of them is checked, and everything else is passed on as it stands."""
+"""Schemas of the clients' requests: fields used here are checked, all others are passed on unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ninja import Schema
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
-# Ours: how the answer is delivered, and what the provider knows nothing of.
+# These fields control the reply here; the provider does not get them.
 _OWN_FIELDS = frozenset({"model", "stream", "stream_options"})
 _OWN_FIELDS_OF_TURNS = _OWN_FIELDS | {"knowledge", "conversation"}
 CHOICES_MAX = 16
@@ -24,7 +24,7 @@ class StreamOptions(Schema):
 
 
 class Message(Schema):
-    """One message. Fields that a provider knows and we do not are passed on."""
+    """One message. Unknown fields are passed on to the provider."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,7 +33,7 @@ class Message(Schema):
 
 
 class ChatParameters(Schema):
-    """What every chat request has; any further parameter of a chat completion is passed on to the provider."""
+    """The fields of every chat request; any further parameter is passed on to the provider."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -54,9 +54,9 @@ class ChatCompletionRequest(ChatParameters):
 
 
 class NewTurnRequest(ChatParameters):
-    """`POST /api/chat/turns`: the tenant's model, unless one is named; over its knowledge, unless told otherwise.
+    """`POST /api/chat/turns`: by default with the tenant's own model, over its knowledge.
 
-    `conversation` is the id of one, or "new": the turn is asked after those that completed in it.
+    `conversation` is an id or "new": the prompt starts with the conversation's completed turns.
     """
 
     model: Annotated[str, Field(min_length=1, max_length=300, strict=True)] | None = None
@@ -65,7 +65,7 @@ class NewTurnRequest(ChatParameters):
 
 
 def _texts_only(value: Any) -> Any:
-    """The input as it is. A union's own errors would name its members, of which a client knows nothing."""
+    """Checks the input and returns it unchanged. Pydantic's own errors would name the members of the union."""
     texts = value if isinstance(value, list) else [value]
     if any(isinstance(text, int | list) for text in texts):
         raise PydanticCustomError(
@@ -79,7 +79,7 @@ def _texts_only(value: Any) -> Any:
 
 
 class EmbeddingRequest(Schema):
-    """`POST /v1/embeddings`. Texts only: token lists are another model's language."""
+    """`POST /v1/embeddings`. Texts only: a token list belongs to another model's tokenizer."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -98,7 +98,7 @@ class EmbeddingRequest(Schema):
 
 
 def completion_for_provider(request: HttpRequest) -> dict[str, Any]:
-    """The checked request as it was sent, known to us or not, without what says how to deliver the answer."""
+    """The request as sent, with unknown fields, without the fields that only control the reply."""
     return _without(request, _OWN_FIELDS)
 
 

@@ -1,4 +1,4 @@
-"""Events as server-sent events: the native stream, and the chunks that an OpenAI client reads (pure)."""
+"""Formats events as server-sent events: the native stream, and chunks for OpenAI clients (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def native(event: Event) -> bytes:
-    """One event as `GET /api/chat/turns/{id}/events` sends it. Only what stands in the log has an id to resume from."""
+    """One event as `GET /api/chat/turns/{id}/events` sends it. Only events of the log have an id to resume from."""
     head = f"id: {event.seq}\n" if event.seq else ""
     data = to_json({"attempt": event.attempt, **event.data})
     return f"{head}event: {event.type}\ndata: {data}\n\n".encode()
@@ -36,9 +36,12 @@ class OpenAIStream:
         self._finished: set[int] = set()
 
     def render(self, event: Event) -> bytes:
-        """The bytes that say this event; none for what an OpenAI client has no words for."""
+        """The bytes for this event; empty if OpenAI's format has no equivalent."""
         if event.type == events.DELTA:
-            return self._delta(event.data)
+            choice = event.data["choice"]
+            delta = self._begin(choice) | event.data["delta"]
+            extra = {"logprobs": event.data["logprobs"]} if event.data.get("logprobs") else {}
+            return self._chunk([{"index": choice, "delta": delta, "finish_reason": None, **extra}])
         if event.type == events.FINISH:
             return self._finish(event.data["choice"], event.data["finish_reason"])
         if event.type == events.USAGE:
@@ -50,12 +53,6 @@ class OpenAIStream:
         elif event.type == events.END:
             return self._end(event.data)
         return b""
-
-    def _delta(self, data: dict[str, Any]) -> bytes:
-        choice = data["choice"]
-        delta = self._begin(choice) | data["delta"]
-        extra = {"logprobs": data["logprobs"]} if data.get("logprobs") else {}
-        return self._chunk([{"index": choice, "delta": delta, "finish_reason": None, **extra}])
 
     def _finish(self, choice: int, reason: str) -> bytes:
         self._finished.add(choice)

@@ -1,4 +1,4 @@
-"""Chat's entry points share these: store a checked request as a turn, find a tenant's turn, cancel and render it."""
+"""Operations on turns for the endpoints, the command and the admin: store, find, cancel and render."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from django.db import transaction
 from embeddings.models import Tenant
 from embeddings.registry.access import NotFound
 from streaming.http.requests import ChatCompletionRequest, NewTurnRequest
-from streaming.models import ChatAttempt, ChatTurn
+from streaming.models import ChatTurn
 from streaming.refusals import TooManyTurns
 from streaming.states import TurnOrigin, TurnState
 from streaming.turns import orphaned_turns, transitions
@@ -64,7 +64,7 @@ def find_turn(tenant: Tenant, public_id: UUID) -> ChatTurn:
 
 
 def cancel(turn: ChatTurn) -> ChatTurn:
-    """Asks for the turn's cancellation; the turn as it is now."""
+    """Requests the turn's cancellation; returns its current state."""
     was_queued = turn.state == TurnState.QUEUED
     transitions.request_cancel(turn)
     turn.refresh_from_db()
@@ -74,12 +74,12 @@ def cancel(turn: ChatTurn) -> ChatTurn:
 
 
 def event_token(turn: ChatTurn) -> str:
-    """A token that reads this one turn for a quarter of an hour: for a page, which must not hold a tenant's key."""
+    """A token that reads this turn for TOKEN_LIVES_S seconds: for a web page, which must not hold a tenant's key."""
     return signing.dumps(str(turn.public_id), salt=_TOKEN_SALT)
 
 
 def turn_of_token(token: str, public_id: UUID) -> ChatTurn:
-    """The turn that the token was made for. Raises NotFound for another turn, and for an expired token."""
+    """The turn of this token. Raises NotFound for another turn and for an expired token."""
     try:
         named = signing.loads(token, salt=_TOKEN_SALT, max_age=TOKEN_LIVES_S)
     except signing.BadSignature:
@@ -87,12 +87,30 @@ def turn_of_token(token: str, public_id: UUID) -> ChatTurn:
     turns = ChatTurn.objects.select_related("provider", "conversation", "tenant").filter(tenant__is_active=True)
     turn = turns.filter(public_id=public_id).first() if named == str(public_id) else None
     if turn is None:
-        raise NotFound("There is no such turn, or the token is over.")
+        raise NotFound("There is no such turn, or the token has expired.")
     return turn
 
 
 def rendered(turn: ChatTurn) -> dict[str, Any]:
     """The turn as the turn API shows it."""
+    error = {
+        "code": turn.error_code,
+        "kind": turn.error_kind,
+        "message": turn.error_detail,
+        "status": turn.error_status,
+    }
+    attempts = [
+        {
+            "number": attempt.number,
+            "end_state": attempt.end_state,
+            "error_kind": attempt.error_kind,
+            "transport_code": attempt.transport_code,
+            "chunks": attempt.chunks,
+            "bytes": attempt.bytes,
+            "first_content_ms": attempt.first_content_ms,
+        }
+        for attempt in turn.attempts.all()
+    ]
     return {
         "id": str(turn.public_id),
         "state": turn.state,
@@ -103,33 +121,10 @@ def rendered(turn: ChatTurn) -> dict[str, Any]:
         "choices": turn.choices,
         "sources": turn.sources,
         "usage": turn.usage,
-        "error": _error_of(turn),
-        "attempts": [_attempt(attempt) for attempt in turn.attempts.all()],
+        "error": error if turn.has_ended and turn.state != TurnState.COMPLETED else None,
+        "attempts": attempts,
         "created_at": turn.created_at,
         "started_at": turn.started_at,
         "first_content_at": turn.first_content_at,
         "ended_at": turn.ended_at,
-    }
-
-
-def _error_of(turn: ChatTurn) -> dict[str, Any] | None:
-    if not turn.has_ended or turn.state == TurnState.COMPLETED:
-        return None
-    return {
-        "code": turn.error_code,
-        "kind": turn.error_kind,
-        "message": turn.error_detail,
-        "status": turn.error_status,
-    }
-
-
-def _attempt(attempt: ChatAttempt) -> dict[str, Any]:
-    return {
-        "number": attempt.number,
-        "end_state": attempt.end_state,
-        "error_kind": attempt.error_kind,
-        "transport_code": attempt.transport_code,
-        "chunks": attempt.chunks,
-        "bytes": attempt.bytes,
-        "first_content_ms": attempt.first_content_ms,
     }

@@ -126,7 +126,7 @@ class TestTenant:
         make_provider(name="local")
         add = ("tenant", "add", "acme", "--embedding-provider", "local")
         assert manage(*add).out == "Tenant acme added.\n"
-        assert manage(*add).out == "Tenant acme is there already; nothing changed.\n"
+        assert manage(*add).out == "Tenant acme exists already; nothing changed.\n"
 
     def test_add_without_a_provider_says_what_is_missing(self):
         assert "no embedding provider yet" in manage("tenant", "add", "acme").err
@@ -196,7 +196,7 @@ class TestRepository:
         add = ("repository", "add", "acme", "docs", str(tmp_path), "--include", "*.md", "--include", "docs/")
         assert manage(*add).out == f"Repository acme/docs added from {tmp_path}.\n"
         assert Repository.objects.get().include == ["*.md", "docs/"]
-        assert manage(*add).out == "Repository acme/docs is there already; nothing changed.\n"
+        assert manage(*add).out == "Repository acme/docs exists already; nothing changed.\n"
         ended = manage("repository", "add", "acme", "docs", "https://example.com/docs.git")
         assert "repository set acme docs --source" in refused(ended)
 

@@ -314,7 +314,7 @@ class TestRuns:
             outcome.refresh_from_db()
         assert [outcome.status for outcome in outcomes] == [OutcomeStatus.CANCELLED, OutcomeStatus.PENDING]
         assert manage("runs", "cancel", str(run.public_id), "--repository", "x/y").status == 2
-        assert "what is embedded is kept" in manage("runs", "cancel", str(run.public_id)).out
+        assert "embedded rows are kept" in manage("runs", "cancel", str(run.public_id)).out
         run.refresh_from_db()
         assert run.status == RunStatus.CANCELLED
         assert "already" in manage("runs", "cancel", str(run.public_id)).out

@@ -12,15 +12,15 @@ import pytest
 from django.utils import timezone
 
 from embeddings.doctor.findings import Check, Status, examine, ok
-from embeddings.doctor.installation import DATABASE, GIT, VAR_DIR
-from embeddings.doctor.providers import PROVIDERS, SERVERS
-from embeddings.doctor.sweeps import REPOSITORIES, RUNS, TENANTS
-from embeddings.doctor.valkey import QUEUES
+from embeddings.doctor.installation import check_database, check_git, check_var_dir
+from embeddings.doctor.providers import check_providers, check_servers
+from embeddings.doctor.sweeps import check_repositories, check_runs, check_tenants
+from embeddings.doctor.valkey import check_queues
 from embeddings.models import RunCircuit
 from embeddings.registry import issue_key
 from embeddings.runtime import workers
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, TaskState
-from streaming.doctor import TURNS
+from streaming.doctor import check_turns
 from streaming.models import ChatTurn
 from streaming.states import TurnState
 from tests.conftest import REPOSITORY_ROOT
@@ -69,7 +69,7 @@ def test_a_fresh_installation_is_told_what_is_missing(tmp_path):
     ended = doctor(os.environ | {"VAR_DIR": str(tmp_path)})
     assert (ended.returncode, ended.stderr) == (1, "Unwell: 1 error.\n")
     heads, *lines = ended.stdout.splitlines()
-    at = heads.index("what was found")
+    at = heads.index("finding")
     assert all(line[at - 2 : at] == "  " for line in lines)
     (line,) = (line for line in lines if line.startswith("error"))
     assert line.split()[:3] == ["error", "database", "answers;"]
@@ -115,25 +115,25 @@ def test_what_it_does_not_know_is_usage():
 # --- the ground -------------------------------------------------------------------------------------------------------
 @pytest.mark.both_databases
 def test_the_database_answers_and_has_its_vector_search(transactional_db):
-    assert [finding.status for finding in examine([DATABASE])] == [Status.OK, Status.OK]
+    assert [finding.status for finding in examine([check_database])] == [Status.OK, Status.OK]
 
 
 def test_a_folder_that_cannot_be_written(settings, tmp_path):
     settings.VAR_DIR = tmp_path / "gone"
-    assert found(VAR_DIR)["VAR_DIR"].status == Status.ERROR
+    assert found(check_var_dir)["VAR_DIR"].status == Status.ERROR
     settings.VAR_DIR = tmp_path
-    assert "GiB are free" in found(VAR_DIR)["VAR_DIR"].detail
+    assert "GiB are free" in found(check_var_dir)["VAR_DIR"].detail
 
 
 def test_git_that_is_not_there(monkeypatch, tmp_path):
-    assert found(GIT)["git"].detail.startswith("git version")
+    assert found(check_git)["git"].detail.startswith("git version")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert found(GIT)["git"].status == Status.ERROR
+    assert found(check_git)["git"].status == Status.ERROR
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
 def test_a_queue_that_no_worker_takes_is_named_with_the_line_that_starts_one(chat_stack):
-    queues = found(QUEUES)
+    queues = found(check_queues)
     assert queues["queue chat"].status == Status.OK
     for name in ("queue sweeps", "queue embeddings"):
         assert (queues[name].status, queues[name].detail) == (Status.ERROR, "no worker takes it")
@@ -177,11 +177,11 @@ def test_each_kind_lists_its_models(transactional_db, server, monkeypatch, kind,
     monkeypatch.setenv("SLUICEGATE_KEY_X", "hunter2")
     values = SCRIPTED | {"kind": kind, "base_url": getattr(server, root), "api_key_env": "SLUICEGATE_KEY_X"}
     provider = make_provider(name="local", **values)
-    line = found(SERVERS)["server of local"]
+    line = found(check_servers)["server of local"]
     assert (line.status, line.detail) == (Status.OK, "answers, and lists scripted-embedding, scripted-chat")
     provider.chat_model = "another"
     provider.save()
-    line = found(SERVERS)["server of local"]
+    line = found(check_servers)["server of local"]
     assert (line.status, line.detail) == (Status.WARNING, "answers, and does not list another")
     assert {call.path for call in server.calls} == {path}
 
@@ -200,7 +200,7 @@ def test_servers_that_do_not_answer_as_they_should(transactional_db, server):
     make_provider(name="strange", base_url=f"{server.address}/200")
     make_provider(name="keyless", base_url=f"{server.address}/500", api_key_env="SLUICEGATE_KEY_NONE")
     began = time.monotonic()
-    lines = found(SERVERS)
+    lines = found(check_servers)
     assert time.monotonic() - began < 10
     said = {name: (line.status, line.detail.split(":")[0]) for name, line in lines.items()}
     assert said == {
@@ -217,10 +217,10 @@ def test_servers_that_do_not_answer_as_they_should(transactional_db, server):
 @pytest.mark.both_databases
 def test_a_key_is_told_of_by_its_variables_name_alone(transactional_db, monkeypatch):
     make_provider(name="local", api_key_env="SLUICEGATE_KEY_X")
-    line = found(PROVIDERS)["key of provider local"]
+    line = found(check_providers)["key of provider local"]
     assert (line.status, line.detail) == (Status.ERROR, "SLUICEGATE_KEY_X is not set here")
     monkeypatch.setenv("SLUICEGATE_KEY_X", "hunter2")
-    lines = found(PROVIDERS)
+    lines = found(check_providers)
     assert lines["key of provider local"].status == Status.OK
     assert "hunter2" not in str(lines)
 
@@ -230,17 +230,17 @@ def test_a_lane_that_nobody_drains(transactional_db):
     provider = make_provider(name="local")
     outcome = make_outcome(make_run(provider))
     task = make_task(outcome, queued_at=timezone.now() - AN_HOUR)
-    line = found(PROVIDERS)["provider local"]
+    line = found(check_providers)["provider local"]
     assert line.status == Status.WARNING
-    assert "0 at the server, 1 queued, the oldest for 3600 s: nobody takes them" in line.detail
+    assert "0 at the server, 1 queued, the oldest for 3600 s: no worker sends them" in line.detail
     assert "-Q sweeps,embeddings" in line.advice
     task.state = TaskState.DISPATCHED
     task.save()
     make_task(outcome, queued_at=timezone.now() - AN_HOUR)
-    assert found(PROVIDERS)["provider local"].status == Status.OK
+    assert found(check_providers)["provider local"].status == Status.OK
     provider.is_paused = True
     provider.save()
-    assert found(PROVIDERS)["provider local"].advice == "manage.py provider resume local"
+    assert found(check_providers)["provider local"].advice == "manage.py provider resume local"
 
 
 @pytest.mark.both_databases
@@ -250,19 +250,19 @@ def test_a_run_that_stalled_is_told_of_until_the_next_one(transactional_db):
     RunCircuit.objects.filter(run=run).update(
         state=CircuitState.OPEN, opened_by="acme/docs", source_error_code="ETIMEDOUT"
     )
-    line = found(PROVIDERS)["last run on local"]
+    line = found(check_providers)["last run on local"]
     assert (line.status, "acme/docs (ETIMEDOUT)" in line.detail) == (Status.WARNING, True)
     make_run(provider)
-    assert "last run on local" not in found(PROVIDERS)
+    assert "last run on local" not in found(check_providers)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 @pytest.mark.both_databases
 def test_a_run_that_nobody_attends(transactional_db):
     make_run()
-    assert {line.status for line in found(RUNS).values()} == {Status.OK}
+    assert {line.status for line in found(check_runs).values()} == {Status.OK}
     run = make_run(alive_until=timezone.now() - AN_HOUR)
-    lines = found(RUNS)
+    lines = found(check_runs)
     line = lines[f"run {str(run.public_id)[:8]}"]
     assert (line.status, line.advice[:15]) == (Status.WARNING, "manage.py sweep")
     assert lines["runs"].detail == "1 at work"
@@ -272,16 +272,16 @@ def test_a_run_that_nobody_attends(transactional_db):
 def test_repositories_that_keep_failing_and_those_that_are_overdue(transactional_db):
     tenant = make_tenant(slug="acme")
     make_repository(tenant, slug="sound", next_due_at=timezone.now() + AN_HOUR)
-    assert [line.status for line in examine([REPOSITORIES])] == [Status.OK]
+    assert [line.status for line in examine([check_repositories])] == [Status.OK]
     failing = make_repository(tenant, slug="docs", consecutive_failures=3, next_due_at=timezone.now() - AN_HOUR)
     run = make_run(tenant.embedding_provider, status=RunStatus.FAILED)
     make_outcome(run, failing, status=OutcomeStatus.FAILED, error_code="KB_SOURCE_UNREACHABLE")
-    lines = found(REPOSITORIES)
+    lines = found(check_repositories)
     assert lines["repository acme/docs"].detail == "failed (KB_SOURCE_UNREACHABLE), 3 failures in a row"
     assert lines["repository acme/docs"].advice == f"manage.py runs show {str(run.public_id)[:8]}"
     assert lines["schedule"].detail.startswith("1 overdue, acme/docs the longest, since")
     make_outcome(make_run(tenant.embedding_provider), failing)
-    assert "schedule" not in found(REPOSITORIES)
+    assert "schedule" not in found(check_repositories)
 
 
 @pytest.mark.both_databases
@@ -290,7 +290,7 @@ def test_tenants_that_lack_something(transactional_db):
     issue_key(whole)
     make_tenant(slug="bare", embedding_provider=None)
     make_tenant(slug="gone", embedding_provider=None, is_active=False)
-    advice = [line.advice for line in examine([TENANTS]) if line.status == Status.WARNING]
+    advice = [line.advice for line in examine([check_tenants]) if line.status == Status.WARNING]
     assert advice == [
         "manage.py tenant set bare --embedding-provider NAME",
         "manage.py tenant set bare --chat-provider NAME",
@@ -303,10 +303,10 @@ def test_turns_that_wait_and_turns_that_are_lost(transactional_db):
     tenant = make_tenant()
     facts = {"tenant": tenant, "provider": tenant.embedding_provider, "model": "chat", "request": {}}
     fresh = ChatTurn.objects.create(**facts)
-    assert [line.status for line in examine([TURNS])] == [Status.OK]
+    assert [line.status for line in examine([check_turns])] == [Status.OK]
     ChatTurn.objects.create(**facts, created_at=timezone.now() - AN_HOUR)
-    (line,) = examine([TURNS])
+    (line,) = examine([check_turns])
     assert (line.status, line.advice) == (Status.ERROR, "celery -A project worker -Q chat -P threads -c 256")
     ChatTurn.objects.exclude(pk=fresh.pk).update(state=TurnState.RUNNING, lease_expires_at=timezone.now() - AN_HOUR)
-    (line,) = examine([TURNS])
+    (line,) = examine([check_turns])
     assert (line.status, line.detail[:9]) == (Status.WARNING, "1 at work")

@@ -232,7 +232,7 @@ CALL_MUTATIONS = (
         "refused rows stay refused when the provider changes",
         "-",
         "embeddings/registry/providers.py",
-        "    return _retry_undeliverable(provider) if fields & _WHAT_IS_TAKEN else 0\n",
+        "    return sum(map(store.retry_undeliverable, repositories))\n",
         "    return 0\n",
         ("tests/embeddings/runs/test_undeliverable.py",),
     ),

@@ -8,7 +8,7 @@ from django.utils import timezone
 
 from embeddings import registry
 from embeddings.doctor.findings import Status, examine
-from embeddings.doctor.sweeps import REPOSITORIES
+from embeddings.doctor.sweeps import check_repositories
 from embeddings.models import TenantRun
 from embeddings.states import OutcomeStatus
 from streaming.models import ChatTurn
@@ -68,11 +68,11 @@ def test_a_source_that_cannot_be_fetched_is_named_although_it_is_no_failure(tran
     make_outcome(run, docs, status=OutcomeStatus.DEFERRED, error_code="KB_SOURCE_UNREACHABLE")
     make_outcome(run, sound, status=OutcomeStatus.SUCCEEDED)
     make_outcome(run, empty, status=OutcomeStatus.DEFERRED, error_code="KB_SOURCE_EMPTY")
-    (line,) = examine([REPOSITORIES])
+    (line,) = examine([check_repositories])
     assert (line.status, line.name) == (Status.WARNING, "repository acme/docs")
     assert line.detail == "deferred (KB_SOURCE_UNREACHABLE)"
     make_outcome(make_run(tenant.embedding_provider), docs, status=OutcomeStatus.SUCCEEDED)
-    assert [line.status for line in examine([REPOSITORIES])] == [Status.OK]
+    assert [line.status for line in examine([check_repositories])] == [Status.OK]
 
 
 def test_the_documentation_of_the_api_loads_nothing_from_elsewhere(chat):

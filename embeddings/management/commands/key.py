@@ -1,4 +1,4 @@
-"""`manage.py key`: the tenants' keys for the endpoints."""
+"""`manage.py key`: the tenants' API keys."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Command(NounCommand):
             "key issue acme --label editor --scope chat --scope search",
         )
         issue.add_argument("tenant", help="the tenant's slug")
-        issue.add_argument("--label", default="", help="what the key is for")
+        issue.add_argument("--label", default="", help="the purpose of the key")
         issue.add_argument(
             "--scope",
             action="append",
             default=[],
             choices=registry.KeyScope.values,
-            help="what the key opens; may be repeated; all if not given",
+            help="a scope of the key; may be repeated; all scopes if not given",
         )
         listing = self.add_action(actions, "list", self._list, "Lists the keys.", "key list --tenant acme")
         listing.add_argument("--tenant", help="only this tenant's keys")
@@ -49,7 +49,18 @@ class Command(NounCommand):
         if options["json"]:
             self.print_json({"keys": [facts.key_facts(key) for key in keys]})
             return
-        rows = [(key.prefix, key.tenant.slug, key.label or "-", " ".join(key.scopes), *_times(key)) for key in keys]
+        rows = [
+            (
+                key.prefix,
+                key.tenant.slug,
+                key.label or "-",
+                " ".join(key.scopes),
+                moment(key.created_at),
+                moment(key.last_used_at) or "never",
+                moment(key.revoked_at) or "-",
+            )
+            for key in keys
+        ]
         columns = ("prefix", "tenant", "label", "scopes", "issued", "last used", "revoked")
         self.print_table(Table(columns, rows, empty="No key yet. Issue one: manage.py key issue TENANT"))
 
@@ -59,7 +70,3 @@ class Command(NounCommand):
         self.stdout.write(
             f"Key {key.prefix} of {key.tenant} is revoked." if changed else f"Key {key.prefix} was revoked already."
         )
-
-
-def _times(key: Any) -> tuple[str, str, str]:
-    return moment(key.created_at), moment(key.last_used_at) or "never", moment(key.revoked_at) or "-"

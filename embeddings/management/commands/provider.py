@@ -17,7 +17,7 @@ _NUMBERS = {
     "batch_characters": "characters in one embedding call (60000)",
     "chunk_characters": "characters in one row (1200)",
     "chunk_tokens": "tokens in one row, as estimated (480)",
-    "max_in_flight": "embedding calls at once; an openai-compatible provider takes 1, always (1)",
+    "max_in_flight": "embedding calls at once; an openai-compatible provider always takes 1 (1)",
     "embedding_timeout_ms": "deadline of one call for a sweep (300000)",
     "query_timeout_ms": "deadline of one call for a search or a turn (15000)",
     "request_timeout_ms": "chat: connect, headers and the body of an error (120000)",
@@ -29,9 +29,9 @@ _NUMBERS = {
 }
 _UNSETTABLE = frozenset({"stream_first_content_timeout_ms", "stream_keepalive_timeout_ms"})
 _TEXTS = {
-    "base_url": ("URL", "where the server answers, such as http://127.0.0.1:8089/v1"),
-    "embedding_model": ("NAME", "the model that embeds; a new one is taken by the next sweep"),
-    "chat_model": ("NAME", "the model that chats"),
+    "base_url": ("URL", "the server's address, such as http://127.0.0.1:8089/v1"),
+    "embedding_model": ("NAME", "the embedding model; the next sweep re-embeds with a new one"),
+    "chat_model": ("NAME", "the chat model"),
     "api_key_env": ("SLUICEGATE_KEY_X", "the environment variable that holds the server's key"),
 }
 
@@ -45,47 +45,50 @@ class Command(NounCommand):
     )
 
     def add_actions(self, actions: Any) -> None:
-        self._add_set(actions)
-        listing = self.add_action(actions, "list", self._list, "Lists the providers.", "provider list --json")
-        add_json(listing)
-        pause = self.add_action(
-            actions, "pause", self._pause, "Dispatches nothing more to a provider.", "provider pause local"
-        )
-        resume = self.add_action(
-            actions, "resume", self._resume, "Dispatches to a paused provider again.", "provider resume local"
-        )
-        for parser in (pause, resume):
-            parser.add_argument("name", help="the provider's name")
-
-    def _add_set(self, actions: Any) -> None:
         example = (
             "provider set local --base-url http://127.0.0.1:8089/v1 --embedding-model minilm --chat-model smollm2\n"
             "provider set local --embedding-timeout-ms 60000\n"
             "provider set local --stream-keepalive-timeout-ms unset"
         )
-        parser = self.add_action(
-            actions, "set", self._set, "Makes a provider, or changes the values given of one that exists.", example
+        change = self.add_action(
+            actions, "set", self._set, "Makes a provider, or changes the given values of an existing one.", example
         )
-        parser.add_argument("name", help="the provider's name")
-        parser.add_argument("--kind", choices=ProviderKind.values, default=argparse.SUPPRESS)
+        change.add_argument("--kind", choices=ProviderKind.values, default=argparse.SUPPRESS)
         for field, (metavar, text) in _TEXTS.items():
-            parser.add_argument(_flag(field), metavar=metavar, help=text, default=argparse.SUPPRESS)
+            change.add_argument(_flag(field), metavar=metavar, help=text, default=argparse.SUPPRESS)
         for field, text in _NUMBERS.items():
             number = _number_or_unset if field in _UNSETTABLE else whole_number
-            parser.add_argument(_flag(field), type=number, metavar="N", help=text, default=argparse.SUPPRESS)
-        parser.add_argument(
+            change.add_argument(_flag(field), type=number, metavar="N", help=text, default=argparse.SUPPRESS)
+        change.add_argument(
             "--accepts-missing-finish",
             action=argparse.BooleanOptionalAction,
             help="chat: a stream that ends without a finish reason is completed",
             default=argparse.SUPPRESS,
         )
+        listing = self.add_action(actions, "list", self._list, "Lists the providers.", "provider list --json")
+        add_json(listing)
+        pause = self.add_action(
+            actions, "pause", self._pause, "Stops dispatching to a provider.", "provider pause local"
+        )
+        resume = self.add_action(
+            actions, "resume", self._resume, "Resumes dispatching to a paused provider.", "provider resume local"
+        )
+        for parser in (change, pause, resume):
+            parser.add_argument("name", help="the provider's name")
 
     def _set(self, options: Options) -> None:
         fields = ("kind", *_TEXTS, *_NUMBERS, "accepts_missing_finish")
         change = registry.set_provider(options["name"], {field: options[field] for field in fields if field in options})
         for note in change.notes:
             self.note(note)
-        self.stdout.write(_said(change))
+        provider: Provider = change.provider
+        if change.created:
+            self.stdout.write(f"Provider {provider} made: {provider.kind} at {provider.base_url}.")
+        elif not change.changed:
+            self.stdout.write(f"Provider {provider}: nothing changed.")
+        else:
+            values = ", ".join(f"{field} is now {getattr(provider, field)}" for field in change.changed)
+            self.stdout.write(f"Provider {provider} changed: {values}.")
 
     def _list(self, options: Options) -> None:
         providers = [facts.provider_facts(provider) for provider in facts.providers()]
@@ -108,17 +111,8 @@ class Command(NounCommand):
         self.stdout.write(f"Provider {provider} is resumed." if changed else f"Provider {provider} was not paused.")
 
 
-def _said(change: registry.ProviderChange) -> str:
-    provider: Provider = change.provider
-    if change.created:
-        return f"Provider {provider} made: {provider.kind} at {provider.base_url}."
-    if not change.changed:
-        return f"Provider {provider}: nothing changed."
-    values = ", ".join(f"{field} is now {getattr(provider, field)}" for field in change.changed)
-    return f"Provider {provider} changed: {values}."
-
-
 def _table(providers: list[dict[str, Any]]) -> Table:
+    missing = {one["name"] for one in providers if one["api_key_env"] and not one["api_key_is_set"]}
     return Table(
         columns=(
             "name",
@@ -139,7 +133,7 @@ def _table(providers: list[dict[str, Any]]) -> Table:
                 provider["embedding_model"] or "-",
                 str(provider["dimensions"] or "-"),
                 provider["chat_model"] or "-",
-                _key(provider),
+                (provider["api_key_env"] or "-") + (" (not set)" if provider["name"] in missing else ""),
                 provider["admission"],
                 provider["state"],
             )
@@ -149,12 +143,6 @@ def _table(providers: list[dict[str, Any]]) -> Table:
         empty="No provider yet. Make one: manage.py provider set local --base-url http://127.0.0.1:8089/v1 "
         "--embedding-model NAME",
     )
-
-
-def _key(provider: dict[str, Any]) -> str:
-    if not provider["api_key_env"]:
-        return "-"
-    return str(provider["api_key_env"]) + ("" if provider["api_key_is_set"] else " (not set)")
 
 
 def _flag(field: str) -> str:

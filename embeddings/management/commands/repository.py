@@ -26,8 +26,14 @@ class Command(NounCommand):
     )
 
     def add_actions(self, actions: Any) -> None:
-        self._add_add(actions)
-        self._add_set(actions)
+        add = self.add_action(actions, "add", self._add, "Adds a git repository to a tenant.", self.examples)
+        change = self.add_action(
+            actions,
+            "set",
+            self._set,
+            "Changes the given values; the next sweep applies them.",
+            "repository set acme docs --ref release\nrepository set acme docs --disable",
+        )
         listing = self.add_action(actions, "list", self._list, "Lists the repositories.", "repository list --json")
         listing.add_argument("--tenant", help="only this tenant's repositories")
         add_json(listing)
@@ -35,37 +41,22 @@ class Command(NounCommand):
             actions,
             "remove",
             self._remove,
-            "Hides a repository's rows from search at once and cancels what is unfinished.",
+            "Hides a repository's rows from search immediately and cancels its unfinished work.",
             "repository remove acme docs",
         )
-        _add_names(remove)
-
-    def _add_add(self, actions: Any) -> None:
-        parser = self.add_action(
-            actions, "add", self._add_repository, "Adds a git repository to a tenant.", self.examples
-        )
-        _add_names(parser)
-        parser.add_argument("source", help="a path on this machine, or an https or ssh URL")
-        _add_values(parser)
-
-    def _add_set(self, actions: Any) -> None:
-        parser = self.add_action(
-            actions,
-            "set",
-            self._set,
-            "Changes the values given; the next sweep takes the difference.",
-            "repository set acme docs --ref release\nrepository set acme docs --disable",
-        )
-        _add_names(parser)
-        parser.add_argument(
-            "--source", default=argparse.SUPPRESS, help="a path on this machine, or an https or ssh URL"
-        )
-        _add_values(parser)
-        switch = parser.add_mutually_exclusive_group()
+        for parser in (add, change, remove):
+            parser.add_argument("tenant", help="the tenant's slug")
+            parser.add_argument("slug", help="the repository's slug")
+        source = "a path on this machine, or an https or ssh URL"
+        add.add_argument("source", help=source)
+        change.add_argument("--source", default=argparse.SUPPRESS, help=source)
+        for parser in (add, change):
+            _add_values(parser)
+        switch = change.add_mutually_exclusive_group()
         switch.add_argument("--enable", dest="enabled", action="store_true", default=argparse.SUPPRESS)
         switch.add_argument("--disable", dest="enabled", action="store_false", default=argparse.SUPPRESS)
 
-    def _add_repository(self, options: Options) -> None:
+    def _add(self, options: Options) -> None:
         tenant = registry.find_tenant(options["tenant"])
         change = registry.add_repository(tenant, options["slug"], options["source"], _values(options, _GIVEN))
         for note in change.notes:
@@ -73,7 +64,7 @@ class Command(NounCommand):
         if change.created:
             self.stdout.write(f"Repository {change.repository} added from {change.repository.source}.")
         else:
-            self.stdout.write(f"Repository {change.repository} is there already; nothing changed.")
+            self.stdout.write(f"Repository {change.repository} exists already; nothing changed.")
 
     def _set(self, options: Options) -> None:
         repository = registry.find_repository(registry.find_tenant(options["tenant"]), options["slug"])
@@ -89,17 +80,31 @@ class Command(NounCommand):
         if options["json"]:
             self.print_json({"repositories": repositories})
             return
-        self.print_table(_table(repositories))
+        table = Table(
+            columns=("repository", "source", "ref", "rows", "pending", "revision", "last outcome", "next due", "state"),
+            rows=[
+                (
+                    f"{repository['tenant']}/{repository['repository']}",
+                    repository["source"],
+                    repository["ref"] or "-",
+                    str(repository["rows"]),
+                    str(repository["pending"]),
+                    repository["indexed_revision"][:10] or "-",
+                    repository["last_status"] or "never swept",
+                    moment(repository["next_due_at"]) or "-",
+                    "enabled" if repository["enabled"] else "disabled",
+                )
+                for repository in repositories
+            ],
+            numbers=frozenset({"rows", "pending"}),
+            empty="No repository yet. Add one: manage.py repository add TENANT SLUG /path/or/git-url",
+        )
+        self.print_table(table)
 
     def _remove(self, options: Options) -> None:
         repository = registry.find_repository(registry.find_tenant(options["tenant"]), options["slug"])
         registry.remove_repository(repository)
         self.stdout.write(f"Repository {repository} removed: its rows are hidden now and deleted by the next purge.")
-
-
-def _add_names(parser: CommandParser) -> None:
-    parser.add_argument("tenant", help="the tenant's slug")
-    parser.add_argument("slug", help="the repository's slug")
 
 
 def _add_values(parser: CommandParser) -> None:
@@ -118,30 +123,8 @@ def _add_values(parser: CommandParser) -> None:
 
 
 def _values(options: Options, fields: Sequence[str]) -> dict[str, object]:
-    """The values given. An empty pattern, as in `--include ''`, stands for none."""
+    """The given values. An empty pattern, as in `--include ''`, clears the list."""
     values = {field: options[field] for field in fields if field in options}
     for field in {"include", "exclude"} & values.keys():
         values[field] = [pattern for pattern in values[field] if pattern]
     return values
-
-
-def _table(repositories: list[dict[str, Any]]) -> Table:
-    return Table(
-        columns=("repository", "source", "ref", "rows", "pending", "revision", "last outcome", "next due", "state"),
-        rows=[
-            (
-                f"{repository['tenant']}/{repository['repository']}",
-                repository["source"],
-                repository["ref"] or "-",
-                str(repository["rows"]),
-                str(repository["pending"]),
-                repository["indexed_revision"][:10] or "-",
-                repository["last_status"] or "never swept",
-                moment(repository["next_due_at"]) or "-",
-                "enabled" if repository["enabled"] else "disabled",
-            )
-            for repository in repositories
-        ],
-        numbers=frozenset({"rows", "pending"}),
-        empty="No repository yet. Add one: manage.py repository add TENANT SLUG /path/or/git-url",
-    )

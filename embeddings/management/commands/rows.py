@@ -1,23 +1,20 @@
-"""`manage.py rows`: texts that the provider refuses."""
+"""`manage.py rows`: the rows whose texts the provider refuses."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from django.core.management.base import CommandParser
-
 from embeddings import registry
 from embeddings.knowledge import store
 from embeddings.management.base import NounCommand, Options, add_json, positive_number
 from embeddings.management.rendering import Table
-from embeddings.models import KnowledgeRow
 from embeddings.reports import run_facts
 
 _TEXT_SHOWN = 60
 
 
 class Command(NounCommand):
-    help = "Lists rows that the provider refuses, and has them tried again."
+    help = "Lists the rows that the provider refuses, and makes them pending again."
     examples = "rows undeliverable --tenant acme\nrows retry --repository acme/docs"
 
     def add_actions(self, actions: Any) -> None:
@@ -38,7 +35,14 @@ class Command(NounCommand):
             "rows retry --repository acme/docs",
         )
         for parser in (undeliverable, retry):
-            _add_selection(parser)
+            parser.add_argument("--tenant", action="append", default=[], help="only this tenant's rows; repeatable")
+            parser.add_argument(
+                "--repository",
+                action="append",
+                default=[],
+                metavar="TENANT/SLUG",
+                help="only this repository's rows; repeatable",
+            )
 
     def _undeliverable(self, options: Options) -> None:
         chosen = registry.match_repositories(options["tenant"], options["repository"])
@@ -46,7 +50,16 @@ class Command(NounCommand):
         if options["json"]:
             self.print_json({"rows": [run_facts.row_facts(row) for row in rows]})
         else:
-            self.print_table(_table(rows))
+            cells = [
+                (
+                    f"{row.repository.tenant.slug}/{row.repository.slug}",
+                    f"{row.version.file.path}:{row.start_line}-{row.end_line}",
+                    row.undeliverable_reason,
+                    " ".join(row.text[:_TEXT_SHOWN].split()),
+                )
+                for row in rows
+            ]
+            self.print_table(Table(("repository", "place", "reason", "text"), cells, empty="No undeliverable row."))
 
     def _retry(self, options: Options) -> None:
         chosen = registry.match_repositories(options["tenant"], options["repository"])
@@ -56,26 +69,3 @@ class Command(NounCommand):
             if retried
             else "No undeliverable row: nothing to retry."
         )
-
-
-def _add_selection(parser: CommandParser) -> None:
-    parser.add_argument("--tenant", action="append", default=[], help="only this tenant's rows; repeatable")
-    parser.add_argument(
-        "--repository", action="append", default=[], metavar="TENANT/SLUG", help="only this repository's; repeatable"
-    )
-
-
-def _table(rows: list[KnowledgeRow]) -> Table:
-    return Table(
-        columns=("repository", "place", "reason", "text"),
-        rows=[
-            (
-                f"{row.repository.tenant.slug}/{row.repository.slug}",
-                f"{row.version.file.path}:{row.start_line}-{row.end_line}",
-                row.undeliverable_reason,
-                " ".join(row.text[:_TEXT_SHOWN].split()),
-            )
-            for row in rows
-        ],
-        empty="No undeliverable row.",
-    )

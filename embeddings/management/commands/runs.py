@@ -1,4 +1,4 @@
-"""`manage.py runs`: what sweeps did, and cancelling them."""
+"""`manage.py runs`: lists, shows and cancels runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from embeddings.management.base import NounCommand, Options, add_json, positive_number
 from embeddings.management.run_tables import outcome_table, run_table
-from embeddings.models import TenantRun
 from embeddings.reports import run_facts
 from embeddings.reports.facts import moment
 from embeddings.reports.run_facts import report
@@ -30,7 +29,7 @@ class Command(NounCommand):
             actions,
             "cancel",
             self._cancel,
-            "Cancels what a run has not finished; what is embedded is kept.",
+            "Cancels the unfinished part of a run; embedded rows are kept.",
             "runs cancel 1f0c9a27\nruns cancel 1f0c9a27 --repository acme/docs",
         )
         cancel.add_argument("--repository", metavar="TENANT/SLUG", help="only this repository's part of the run")
@@ -57,7 +56,12 @@ class Command(NounCommand):
         if options["json"]:
             self.print_json(shown)
             return
-        self.stdout.write(_headline(run))
+        seconds = run_facts.seconds_of(run)
+        took = "" if seconds is None else f", {seconds} s"
+        self.stdout.write(
+            f"Run {run.public_id} on provider {run.provider}: {run.status}, circuit {run.circuit.state}, "
+            f"by {run.trigger} at {moment(run.created_at)}{took}"
+        )
         if story := run_facts.circuit_story(run):
             self.stdout.write(story)
         self.print_table(outcome_table(shown["outcomes"]))
@@ -71,13 +75,4 @@ class Command(NounCommand):
             self.stdout.write(f"{options['repository']} is cancelled in run {run_facts.short_id(run)}.")
         else:
             sweep.request_cancel(run)
-            self.stdout.write(f"Run {run_facts.short_id(run)} is cancelled; what is embedded is kept.")
-
-
-def _headline(run: TenantRun) -> str:
-    seconds = run_facts.seconds_of(run)
-    took = "" if seconds is None else f", {seconds} s"
-    return (
-        f"Run {run.public_id} on provider {run.provider}: {run.status}, circuit {run.circuit.state}, "
-        f"by {run.trigger} at {moment(run.created_at)}{took}"
-    )
+            self.stdout.write(f"Run {run_facts.short_id(run)} is cancelled; embedded rows are kept.")

@@ -1,4 +1,4 @@
-"""`manage.py search`: what a tenant's repositories say about a few words."""
+"""`manage.py search`: searches a tenant's repositories."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from embeddings import registry
 from embeddings.errors import SluicegateError, UsageError
 from embeddings.management.base import SluicegateCommand, add_json, positive_number
 from embeddings.management.rendering import printable
-from embeddings.query.search import SearchHit, search
+from embeddings.query.search import search
 
 _LINES_SHOWN = 8
 
 
 class Failed(CommandError):
-    """The search was right, and something behind it failed."""
+    """The search was valid, but embedding its words failed."""
 
 
 class Command(SluicegateCommand):
@@ -26,7 +26,7 @@ class Command(SluicegateCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("tenant", help="the tenant's slug")
-        parser.add_argument("query", metavar="words", help="what to look for, in plain words")
+        parser.add_argument("query", metavar="words", help="the question, in plain words")
         parser.add_argument("--limit", type=positive_number, default=5, metavar="N", help="how many results (5)")
         add_json(parser)
 
@@ -42,16 +42,15 @@ class Command(SluicegateCommand):
             self.print_json({"results": [asdict(hit) for hit in hits]})
             return
         for hit in hits:
-            self._show(hit)
+            place = f"{hit.repository} {hit.path}:{hit.start_line}-{hit.end_line}"
+            self.stdout.write(self.style.SUCCESS(printable(place)) + f"  {hit.score:.3f}")
+            lines = printable(hit.text).splitlines()
+            for line in lines[:_LINES_SHOWN]:
+                self.stdout.write(f"    {line}")
+            if len(lines) > _LINES_SHOWN:
+                self.stdout.write("    ...")
+            self.stdout.write("")
         if not hits:
-            self.stdout.write(f"Nothing found. `manage.py repository list --tenant {tenant}` shows what is indexed.")
-
-    def _show(self, hit: SearchHit) -> None:
-        place = f"{hit.repository} {hit.path}:{hit.start_line}-{hit.end_line}"
-        self.stdout.write(self.style.SUCCESS(printable(place)) + f"  {hit.score:.3f}")
-        lines = printable(hit.text).splitlines()
-        for line in lines[:_LINES_SHOWN]:
-            self.stdout.write(f"    {line}")
-        if len(lines) > _LINES_SHOWN:
-            self.stdout.write("    ...")
-        self.stdout.write("")
+            self.stdout.write(
+                f"Nothing found. `manage.py repository list --tenant {tenant}` shows the indexed repositories."
+            )

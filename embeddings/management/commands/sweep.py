@@ -1,4 +1,4 @@
-"""`manage.py sweep`: brings repositories up to date, and follows until they are."""
+"""`manage.py sweep`: brings repositories up to date and follows the runs to their end."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from embeddings.states import RunTrigger
 
 class Command(SluicegateCommand):
     help = (
-        "Brings repositories up to date: reads what changed, embeds it, and prints one outcome for each repository. "
-        "Does the work itself where no worker does. Ctrl-C cancels the runs it started; what was embedded by then is "
-        "kept, and the next sweep goes on from there. A second Ctrl-C leaves at once. Exit status: 1 if any outcome "
+        "Brings repositories up to date: reads and embeds the changes, and prints one outcome for each repository. "
+        "Does the work itself if no worker runs. Ctrl-C cancels the runs it started; embedded rows are kept, and the "
+        "next sweep continues from there. A second Ctrl-C exits immediately. Exit status: 1 if any outcome "
         "failed or was interrupted; else 3 if any was deferred, skipped or cancelled; else 0; 2 for usage or "
         "configuration; 130 after Ctrl-C."
     )
@@ -49,57 +49,45 @@ class Command(SluicegateCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         repositories = registry.select_repositories(options["tenant"], options["repository"])
         if not options["detach"]:
-            orphaned_runs.wait_for_heartbeats(repositories, self._say_busy)
+            busy = "Another run has some of these repositories: checking whether a process still works on it."
+            orphaned_runs.wait_for_heartbeats(repositories, lambda: self.note(busy))
         runs = sweep.start(repositories, trigger=RunTrigger.COMMAND, concurrency=options["concurrency"])
         if options["detach"]:
-            self._say_started(runs, as_json=options["json"])
+            if options["json"]:
+                self.print_json({"runs": [report(run) for run in runs]})
+                return
+            for run in runs:
+                short = run_facts.short_id(run)
+                self.stdout.write(
+                    f"Run {short} started on provider {run.provider}: `manage.py runs show {short}` shows it."
+                )
             return
         was_interrupted = self._follow(runs)
         ended, reports = retry_on_database_error(lambda: _read(runs))
-        self._say_ended(ended, reports, as_json=options["json"])
+        if options["json"]:
+            self.print_json({"runs": reports})
+        else:
+            self.print_table(outcome_table([outcome for one in reports for outcome in one["outcomes"]]))
+            for story in filter(None, map(run_facts.circuit_story, ended)):
+                self.note(story)
         status = run_facts.exit_status(outcome["status"] for one in reports for outcome in one["outcomes"])
         if was_interrupted or status:
             sys.exit(INTERRUPTED if was_interrupted else status)
 
-    def _say_busy(self) -> None:
-        self.note("Another run has some of these repositories: looking whether anyone is still at work on it.")
-
     def _follow(self, runs: list[TenantRun]) -> bool:
-        """Follows the runs to their end; says whether that was Ctrl-C, or the terminate signal of a supervisor."""
+        """Follows the runs to their end; whether Ctrl-C or a supervisor's SIGTERM cancelled them."""
         with _interruptible() as interruption, following(self.stderr) as follower:
 
             def look(current: list[TenantRun]) -> None:
                 follower(current)
                 if interruption.is_news():
-                    self._cancel(current)
+                    self.note("Cancelling; embedded rows are kept. Ctrl-C again exits immediately.")
+                    for run in current:
+                        sweep.request_cancel(run)
 
             follow(runs, look)
             follower.look(runs)
         return interruption.came
-
-    def _cancel(self, runs: list[TenantRun]) -> None:
-        self.note("Cancelling; what is embedded is kept. Ctrl-C again leaves at once.")
-        for run in runs:
-            sweep.request_cancel(run)
-
-    def _say_started(self, runs: list[TenantRun], *, as_json: bool) -> None:
-        if as_json:
-            self.print_json({"runs": [report(run) for run in runs]})
-            return
-        for run in runs:
-            short = run_facts.short_id(run)
-            self.stdout.write(
-                f"Run {short} started on provider {run.provider}: `manage.py runs show {short}` shows it."
-            )
-
-    def _say_ended(self, runs: Sequence[TenantRun], reports: list[dict[str, Any]], *, as_json: bool) -> None:
-        if as_json:
-            self.print_json({"runs": reports})
-            return
-        self.print_table(outcome_table([outcome for one in reports for outcome in one["outcomes"]]))
-        for run in runs:
-            if story := run_facts.circuit_story(run):
-                self.note(story)
 
 
 def _read(runs: Sequence[TenantRun]) -> tuple[list[TenantRun], list[dict[str, Any]]]:
@@ -109,11 +97,11 @@ def _read(runs: Sequence[TenantRun]) -> tuple[list[TenantRun], list[dict[str, An
 
 
 class _Interruption:
-    """Remembers the first signal, so that a scan or a call under way hears of the cancel; the second one interrupts."""
+    """Records the first signal, so that the running scan or call can be cancelled; the second one interrupts."""
 
     def __init__(self) -> None:
         self.came = False
-        self._was_told = False
+        self._was_reported = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.came:
@@ -121,14 +109,14 @@ class _Interruption:
         self.came = True
 
     def is_news(self) -> bool:
-        """Once, after the first signal."""
-        is_news, self._was_told = self.came and not self._was_told, self.came
+        """True once, after the first signal."""
+        is_news, self._was_reported = self.came and not self._was_reported, self.came
         return is_news
 
 
 @contextmanager
 def _interruptible() -> Iterator[_Interruption]:
-    """While a sweep is followed, Ctrl-C and a supervisor's SIGTERM ask for its cancel."""
+    """Records Ctrl-C and SIGTERM while the block runs, if this is the main thread."""
     interruption = _Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import CommandParser
-
 from embeddings import registry
 from embeddings.management.base import NounCommand, Options, add_json
 from embeddings.management.rendering import Table
@@ -29,14 +27,19 @@ class Command(NounCommand):
             actions, "set", self._set, "Changes a tenant.", "tenant set acme --embedding-provider other"
         )
         for parser in (add, change):
-            _add_values(parser)
+            parser.add_argument("slug", help="the tenant's slug: lower-case letters, digits, dots, dashes, underscores")
+            parser.add_argument("--name", default=argparse.SUPPRESS, help="a display name")
+            for use in ("embedding", "chat"):
+                parser.add_argument(
+                    f"--{use}-provider", metavar="PROVIDER", default=argparse.SUPPRESS, help=f"the provider for {use}"
+                )
         listing = self.add_action(actions, "list", self._list, "Lists the tenants.", "tenant list --json")
         add_json(listing)
         remove = self.add_action(
             actions,
             "remove",
             self._remove,
-            "Revokes a tenant's keys, hides its rows at once and cancels what is unfinished.",
+            "Revokes a tenant's keys, hides its rows immediately and cancels its unfinished work.",
             "tenant remove acme",
         )
         remove.add_argument("slug", help="the tenant's slug")
@@ -48,7 +51,7 @@ class Command(NounCommand):
         elif change.changed:
             self.stdout.write(f"Tenant {change.tenant} is active again; it has no key and no repository yet.")
         else:
-            self.stdout.write(f"Tenant {change.tenant} is there already; nothing changed.")
+            self.stdout.write(f"Tenant {change.tenant} exists already; nothing changed.")
         if change.tenant.embedding_provider is None:
             self.note(f"Tenant {change.tenant} has no embedding provider yet: it cannot be swept or searched.")
 
@@ -64,7 +67,24 @@ class Command(NounCommand):
         if options["json"]:
             self.print_json({"tenants": tenants})
             return
-        self.print_table(_table(tenants))
+        table = Table(
+            columns=("tenant", "name", "embedding provider", "chat provider", "repositories", "keys", "state"),
+            rows=[
+                (
+                    tenant["tenant"],
+                    tenant["name"] or "-",
+                    tenant["embedding_provider"] or "-",
+                    tenant["chat_provider"] or "-",
+                    str(tenant["repositories"]),
+                    str(tenant["keys"]),
+                    "active" if tenant["is_active"] else "removed",
+                )
+                for tenant in tenants
+            ],
+            numbers=frozenset({"repositories", "keys"}),
+            empty="No tenant yet. Make one: manage.py tenant add acme --embedding-provider NAME",
+        )
+        self.print_table(table)
 
     def _remove(self, options: Options) -> None:
         tenant = registry.find_tenant(options["slug"])
@@ -75,39 +95,10 @@ class Command(NounCommand):
         )
 
 
-def _add_values(parser: CommandParser) -> None:
-    parser.add_argument("slug", help="the tenant's slug: lower-case letters, digits, dots, dashes, underscores")
-    parser.add_argument("--name", default=argparse.SUPPRESS, help="a name to read")
-    for use in ("embedding", "chat"):
-        parser.add_argument(
-            f"--{use}-provider", metavar="PROVIDER", default=argparse.SUPPRESS, help=f"the provider for {use}"
-        )
-
-
 def _values(options: Options) -> dict[str, object]:
-    """The values given, with providers by row; an empty provider's name takes the provider away."""
+    """The given values, with provider rows for names; an empty provider name clears the field."""
     values: dict[str, object] = {"name": options["name"]} if "name" in options else {}
     for field in ("embedding_provider", "chat_provider"):
         if field in options:
             values[field] = registry.find_provider(options[field]) if options[field] else None
     return values
-
-
-def _table(tenants: list[dict[str, Any]]) -> Table:
-    return Table(
-        columns=("tenant", "name", "embedding provider", "chat provider", "repositories", "keys", "state"),
-        rows=[
-            (
-                tenant["tenant"],
-                tenant["name"] or "-",
-                tenant["embedding_provider"] or "-",
-                tenant["chat_provider"] or "-",
-                str(tenant["repositories"]),
-                str(tenant["keys"]),
-                "active" if tenant["is_active"] else "removed",
-            )
-            for tenant in tenants
-        ],
-        numbers=frozenset({"repositories", "keys"}),
-        empty="No tenant yet. Make one: manage.py tenant add acme --embedding-provider NAME",
-    )

@@ -1,6 +1,6 @@
-"""`manage.py chat`: one question to a tenant's model over its knowledge base, answered as it arrives.
+"""`manage.py chat`: asks a tenant's model one question over its knowledge base and prints the answer as it arrives.
 
-The command runs the turn itself, so that it needs no worker; the turn is stored and logged like any other.
+The command runs the turn itself and needs no worker; the turn is stored and logged like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streaming.turns.model_list import default_model
 
 
 class Failed(CommandError):
-    """The question was right, and its turn did not end well."""
+    """The question was valid, but its turn did not complete."""
 
 
 class Command(SluicegateCommand):
@@ -36,7 +36,7 @@ class Command(SluicegateCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("tenant", help="the tenant's slug")
-        parser.add_argument("question", help="what to ask, in plain words")
+        parser.add_argument("question", help="the question, in plain words")
         parser.add_argument(
             "--no-knowledge", action="store_true", help="ask the model alone, without the tenant's rows"
         )
@@ -49,16 +49,30 @@ class Command(SluicegateCommand):
             turn_run.run_held(turn, held, listener=listener)
         turn.refresh_from_db()
         if options["json"]:
-            self.print_json(_report(turn))
+            shown = ("number", "end_state", "error_kind", "chunks", "bytes")
+            attempts = turn_requests.rendered(turn)["attempts"]
+            self.print_json(
+                {
+                    "turn": str(turn.public_id),
+                    "state": turn.state,
+                    "answer": turn.answer,
+                    "error_code": turn.error_code,
+                    "attempts": [{name: attempt[name] for name in shown} for attempt in attempts],
+                    "sources": turn.sources,
+                }
+            )
         else:
-            self._show_sources(turn)
+            self.stdout.write("")
+            for source in turn.sources:
+                place = f"{source['repository']} {source['path']}:{source['start_line']}-{source['end_line']}"
+                self.stdout.write(f"[{source['number']}] {printable(place)}")
         if turn.state != TurnState.COMPLETED:
             raise Failed(f"{turn.state}: {turn.error_code} {printable(turn.error_detail)}".rstrip())
 
     def _take(self, options: dict[str, Any]) -> tuple[ChatTurn, transitions.Claim]:
         tenant = registry.find_active_tenant(options["tenant"])
         if not options["question"].strip():
-            raise UsageError("the question is empty: say what to ask")
+            raise UsageError("the question is empty")
         request = {"messages": [{"role": "user", "content": options["question"]}]}
         try:
             model = default_model(tenant, uses_knowledge=not options["no_knowledge"])
@@ -69,38 +83,19 @@ class Command(SluicegateCommand):
             raise Failed(str(error)) from error
 
     def _show(self, kind: str, attempt: int, data: dict[str, Any]) -> None:
-        """Hears the events on the loop's thread, while the command's own thread waits."""
+        """Prints an event. Runs on the event loop's thread, while the command's own thread waits."""
         if kind == events.DELTA and data["choice"] == 0:
             self.stdout.write(printable(data["delta"].get("content") or ""), ending="")
             self.stdout.flush()
         elif kind == events.ATTEMPT and attempt > 1:
             self.note(f"attempt {attempt}")
 
-    def _show_sources(self, turn: ChatTurn) -> None:
-        self.stdout.write("")
-        for source in turn.sources:
-            place = f"{source['repository']} {source['path']}:{source['start_line']}-{source['end_line']}"
-            self.stdout.write(f"[{source['number']}] {printable(place)}")
-
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(held: HeldClaim) -> Iterator[None]:
-    """Ctrl-C cancels the turn: the provider's socket is closed, and what came so far is kept."""
+    """Ctrl-C cancels the turn: closes the provider's socket and keeps the text so far."""
     before = signal.signal(signal.SIGINT, lambda number, frame: held.cancel())
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _report(turn: ChatTurn) -> dict[str, Any]:
-    shown = ("number", "end_state", "error_kind", "chunks", "bytes")
-    attempts = turn_requests.rendered(turn)["attempts"]
-    return {
-        "turn": str(turn.public_id),
-        "state": turn.state,
-        "answer": turn.answer,
-        "error_code": turn.error_code,
-        "attempts": [{name: attempt[name] for name in shown} for attempt in attempts],
-        "sources": turn.sources,
-    }

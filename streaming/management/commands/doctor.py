@@ -1,4 +1,4 @@
-"""`manage.py doctor`: what is wrong with this installation, line by line, and what to do about it."""
+"""`manage.py doctor`: the problems of this installation, and how to mend each."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from embeddings.doctor.findings import Finding, Status
+from embeddings.doctor.findings import Status
 from embeddings.management.base import SluicegateCommand, add_json
 from embeddings.management.rendering import Table
 from streaming.doctor import examination
 
 
 class Unwell(CommandError):
-    """Something was found that is an error."""
+    """At least one finding is an error."""
 
 
 class Command(SluicegateCommand):
     help = (
-        "Says what is wrong with this installation, and what to do. Changes nothing, and calls no model server unless "
+        "Lists the problems of this installation and how to mend each. Changes nothing, and calls no model server unless "
         "told to. Exit status 1 where there is an error, 0 otherwise."
     )
     examples = "doctor\ndoctor --providers\ndoctor --json"
-    # What Django would refuse to go on with is a line among the others here.
+    # The `settings` check reports the failures of system checks as findings.
     requires_system_checks = []
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -36,15 +36,11 @@ class Command(SluicegateCommand):
         if options["json"]:
             self.print_json({"ok": not errors, "checks": [asdict(finding) for finding in found]})
         else:
-            self.print_table(_table(found))
+            rows: list[tuple[str, str, str]] = []
+            for finding in found:
+                rows.append((finding.status, finding.name, finding.detail))
+                if finding.advice:
+                    rows.append(("", "", f"-> {finding.advice}"))
+            self.print_table(Table(columns=("status", "check", "finding"), rows=rows))
         if errors:
             raise Unwell(f"{errors} {'error' if errors == 1 else 'errors'}.")
-
-
-def _table(found: list[Finding]) -> Table:
-    rows: list[tuple[str, str, str]] = []
-    for finding in found:
-        rows.append((finding.status, finding.name, finding.detail))
-        if finding.advice:
-            rows.append(("", "", f"-> {finding.advice}"))
-    return Table(columns=("status", "check", "what was found"), rows=rows)

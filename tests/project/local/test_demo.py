@@ -99,5 +99,5 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path, monkeypatch, cap
         monkeypatch.setenv("SLUICEGATE_PORT", str(port))
         monkeypatch.setenv("VAR_DIR", str(tmp_path / "var"))
         assert up.main() == 1
-    assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
+    assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
     assert not (tmp_path / "var").exists()
