@@ -62,7 +62,7 @@ def examine(checks: Sequence[Check]) -> list[Finding]:
 
 
 class _Examination:
-    """One check in a thread of its own: a driver that hangs cannot be interrupted, only left behind."""
+    """Runs one check in its own thread: a hanging driver cannot be interrupted, so its thread is abandoned."""
 
     def __init__(self, check: Check) -> None:
         self._check = check

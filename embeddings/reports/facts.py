@@ -123,7 +123,7 @@ def moment(when: datetime | None) -> str:
 
 
 def admission(provider: Provider) -> str:
-    """How many calls the provider gets at once."""
+    """How many calls the provider gets in parallel."""
     if provider.kind == ProviderKind.OPENAI_COMPATIBLE:
         return "single lane"
     if provider.kind == ProviderKind.OLLAMA:

@@ -181,7 +181,9 @@ def _sweep_and_ask(stage: Stage) -> None:
     stage.manage("sweep")
     answered = stage.var_dir / "answered"
     if answered.exists() and stage.newest_run()["provider_calls"] == 0:
-        say(f"\nUnchanged, and no call to the model server: `rm -r {stage.var_dir}` lets it start anew.")
+        say(
+            f"\nUnchanged, and no call to the model server: `rm -r {stage.var_dir}` makes the next demo start from scratch."
+        )
         return
     for tenant, question in _QUESTIONS:
         stage.manage("search", tenant, question, "--limit", "2")

@@ -18,7 +18,8 @@ import httpx2
 import pytest
 
 from project.local import model_files
-from project.local.model_server import CHECKOUT, ModelServer
+from project.local.model_server import ModelServer
+from project.local.processes import CHECKOUT
 from tests.support.provider_server import unused_port
 from tests.support.waiting import eventually
 

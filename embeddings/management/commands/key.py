@@ -35,7 +35,9 @@ class Command(NounCommand):
         listing = self.add_action(actions, "list", self._list, "Lists the keys.", "key list --tenant acme")
         listing.add_argument("--tenant", help="only this tenant's keys")
         add_json(listing)
-        revoke = self.add_action(actions, "revoke", self._revoke, "Revokes a key, at once.", "key revoke 1f0c9a27b3de")
+        revoke = self.add_action(
+            actions, "revoke", self._revoke, "Revokes a key immediately.", "key revoke 1f0c9a27b3de"
+        )
         revoke.add_argument("prefix", help="the key's prefix, as `key list` shows it")
 
     def _issue(self, options: Options) -> None:

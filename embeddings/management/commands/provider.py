@@ -17,7 +17,7 @@ _NUMBERS = {
     "batch_characters": "characters in one embedding call (60000)",
     "chunk_characters": "characters in one row (1200)",
     "chunk_tokens": "tokens in one row, as estimated (480)",
-    "max_in_flight": "embedding calls at once; an openai-compatible provider always takes 1 (1)",
+    "max_in_flight": "embedding calls in parallel; an openai-compatible provider always takes 1 (1)",
     "embedding_timeout_ms": "deadline of one call for a sweep (300000)",
     "query_timeout_ms": "deadline of one call for a search or a turn (15000)",
     "request_timeout_ms": "chat: connect, headers and the body of an error (120000)",

@@ -41,9 +41,14 @@ class Command(SluicegateCommand):
             "--repository", action="append", default=[], metavar="TENANT/SLUG", help="this repository; repeatable"
         )
         parser.add_argument(
-            "--concurrency", type=positive_number, metavar="N", help="repositories at work at once (SWEEP_CONCURRENCY)"
+            "--concurrency",
+            type=positive_number,
+            metavar="N",
+            help="repositories swept in parallel (SWEEP_CONCURRENCY)",
         )
-        parser.add_argument("--detach", action="store_true", help="start the runs for the workers and return at once")
+        parser.add_argument(
+            "--detach", action="store_true", help="start the runs for the workers and return immediately"
+        )
         add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

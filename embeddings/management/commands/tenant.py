@@ -60,7 +60,7 @@ class Command(NounCommand):
         values = ", ".join(f"{field} is now {getattr(change.tenant, field) or 'none'}" for field in change.changed)
         self.stdout.write(f"Tenant {change.tenant}: {values or 'nothing changed'}.")
         if "embedding_provider" in change.changed and change.tenant.embedding_provider:
-            self.note("The next sweep embeds its repositories anew; until then search answers from the old vectors.")
+            self.note("The next sweep re-embeds its repositories; until then search answers from the old vectors.")
 
     def _list(self, options: Options) -> None:
         tenants = [facts.tenant_facts(tenant) for tenant in facts.tenants()]

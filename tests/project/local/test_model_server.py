@@ -16,7 +16,8 @@ import pytest
 
 from project.local import model_files
 from project.local.model_files import MINILM, SMOLLM2, ModelFilesError, models_dir
-from project.local.model_server import CHECKOUT, LocalModelsError, ModelServer, main
+from project.local.model_server import LocalModelsError, ModelServer, main
+from project.local.processes import CHECKOUT
 from tests.support.local_models import MODELS
 from tests.support.waiting import eventually
 
