@@ -140,7 +140,7 @@ class TestTenant:
         make_tenant(slug="acme", embedding_provider=None)
         ended = manage("tenant", "set", "acme", "--embedding-provider", "local")
         assert ended.out == "Tenant acme: embedding_provider is now local.\n"
-        assert "embeds its repositories anew" in ended.err
+        assert "re-embeds its repositories" in ended.err
         assert manage("tenant", "set", "acme", "--embedding-provider", "").out == (
             "Tenant acme: embedding_provider is now none.\n"
         )
