@@ -44,6 +44,17 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         future.cancel()
 
 
+_kept_tasks: set[asyncio.Task[Any]] = set()
+
+
+def kept_task(coroutine: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+    """Starts a task that lives until it is done: the loop's own references to its tasks are weak."""
+    task = asyncio.get_running_loop().create_task(coroutine, name=name)
+    _kept_tasks.add(task)
+    task.add_done_callback(_kept_tasks.discard)
+    return task
+
+
 class PerLoop(Generic[T]):
     """A callable that returns one object per event loop, made at the first call and dropped with the loop."""
 

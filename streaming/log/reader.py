@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import redis.asyncio
 
-from project.runtime.event_loop import PerLoop
+from project.runtime.event_loop import PerLoop, kept_task
 from streaming.log import events
 from streaming.log.batching import BatchPause
 from streaming.log.events import Event
@@ -105,7 +105,6 @@ class EventReader:
         self._wake_after = "0-0"
         self._wake_expires_at = 0.0
         self._is_blocked = self._is_away = False
-        self._waking: set[asyncio.Task[None]] = set()
 
     def subscribe(self, key: str, after: int = 0) -> Subscription:
         return Subscription(self, key, after)
@@ -113,7 +112,7 @@ class EventReader:
     def add(self, subscription: Subscription) -> None:
         self._subscriptions.add(subscription)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="event-reader")
+            self._task = kept_task(self._run(), name="event-reader")
         self.restart_read()
 
     def remove(self, subscription: Subscription) -> None:
@@ -132,9 +131,7 @@ class EventReader:
         self._changed.set()
         if self._is_blocked:
             self._is_blocked = False
-            task = asyncio.create_task(self._wake_read())
-            self._waking.add(task)
-            task.add_done_callback(self._waking.discard)
+            kept_task(self._wake_read(), name="event-reader-wake")
 
     async def _run(self) -> None:
         task = asyncio.current_task()

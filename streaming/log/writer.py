@@ -16,7 +16,7 @@ import redis.asyncio
 from django.conf import settings
 from redis.exceptions import ResponseError
 
-from project.runtime.event_loop import PerLoop
+from project.runtime.event_loop import PerLoop, kept_task
 from streaming.log import events
 from streaming.log.batching import BatchPause
 from streaming.log.valkey import TIMEOUT_S, UNREACHABLE, connect_once
@@ -105,7 +105,7 @@ class EventWriter:
         log = TurnLog(self, events.log_key(tenant_id, public_id))
         self._logs.add(log)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="event-writer")
+            self._task = kept_task(self._run(), name="event-writer")
         return log
 
     def mark_pending(self, log: TurnLog, *, may_wait: bool = False) -> None:

@@ -15,6 +15,7 @@ from django.db import DatabaseError
 from django.db.models import BooleanField, ExpressionWrapper
 
 from project.runtime.database_threads import in_database, in_waiting_thread
+from project.runtime.event_loop import kept_task
 from streaming.log import events
 from streaming.log.answer import Answer
 from streaming.log.events import Event
@@ -177,46 +178,29 @@ def snapshot_of(turn: ChatTurn) -> dict[str, Any]:
 
 # Readers that poll their rows within this time share one statement (decision 11).
 _SHARE_S = 0.01
-_asked: dict[asyncio.AbstractEventLoop, dict[int, asyncio.Future[ChatTurn]]] = {}
+# Of each loop: the keys of the poll that is being gathered, and the task that will have their rows.
+_polls: dict[asyncio.AbstractEventLoop, tuple[set[int], asyncio.Task[dict[int, ChatTurn]]]] = {}
 
 
 async def latest(turn: ChatTurn) -> ChatTurn:
     """The turn's row as it is now."""
     loop = asyncio.get_running_loop()
-    waiting = _asked.get(loop)
-    if waiting is None:
-        waiting = _asked[loop] = {}
-        loop.call_later(_SHARE_S, lambda: _keep(loop.create_task(_fetch(loop))))
-    future = waiting.get(turn.pk)
-    if future is None:
-        future = waiting[turn.pk] = loop.create_future()
+    if loop not in _polls:
+        keys: set[int] = set()
+        _polls[loop] = keys, kept_task(_poll_rows(keys), name="poll-turns")
+    keys, rows = _polls[loop]
+    keys.add(turn.pk)
     try:
-        return await asyncio.shield(future)
+        return (await asyncio.shield(rows))[turn.pk]
     except DatabaseError:
         # The next poll tries again.
         return turn
 
 
-_fetching: set[asyncio.Task[None]] = set()
-
-
-def _keep(task: asyncio.Task[None]) -> None:
-    _fetching.add(task)
-    task.add_done_callback(_fetching.discard)
-
-
-async def _fetch(loop: asyncio.AbstractEventLoop) -> None:
-    waiting = _asked.pop(loop)
-    try:
-        rows = await in_database(_rows, list(waiting))
-    except Exception as error:  # Whatever it is, every waiting reader gets it.
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(error)
-        return
-    for pk, future in waiting.items():
-        if not future.done():
-            future.set_result(rows[pk])
+async def _poll_rows(keys: set[int]) -> dict[int, ChatTurn]:
+    await asyncio.sleep(_SHARE_S)
+    del _polls[asyncio.get_running_loop()]
+    return await in_database(_rows, list(keys))
 
 
 def _rows(keys: list[int]) -> dict[int, ChatTurn]:

@@ -170,17 +170,19 @@ class StreamGuard:
         raise self._error from None
 
     def _user_cancelled(self) -> bool:
-        try:
-            return self._is_cancelled()
-        except Exception as error:  # A raising timer callback would leave the stream unguarded.
-            logger.error("is_cancelled raised %s", type(error).__name__)
-            return False
+        return self._contained(self._is_cancelled) or False
 
     def _abort(self) -> None:
+        self._contained(self._abort_request)
+
+    def _contained(self, callback: Callable[[], T]) -> T | None:
+        """The callback's result. An error of it must neither leave the stream unguarded nor replace the reason of an abort."""
         try:
-            self._abort_request()
-        except Exception as error:  # Aborting is clean-up: it never replaces its reason.
-            logger.warning("abort_request raised %s", type(error).__name__)
+            return callback()
+        except Exception as error:
+            # Whatever a caller's code raises, the watchdog goes on.
+            logger.error("%s raised %s", getattr(callback, "__name__", "a callback"), type(error).__name__)
+            return None
 
 
 def with_stream_inactivity_timeout(
