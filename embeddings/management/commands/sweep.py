@@ -74,7 +74,8 @@ class Command(SluicegateCommand):
                     self._cancel(current)
 
             follow(runs, look)
-            follower.look(runs)
+            # The follower's threads may have outlasted the connection of this one.
+            retry_on_database_error(lambda: follower.look(runs))
         return interruption.came
 
     def _cancel(self, runs: list[TenantRun]) -> None:
