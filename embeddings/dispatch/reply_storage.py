@@ -52,7 +52,7 @@ def store_late(answered: Answered) -> None:
 
 def _decoded(answered: Answered) -> np.ndarray:
     vectors = answered.adapter.decode(answered.reply, len(answered.batch.texts), None)
-    knowledge.learn_dimensions(answered.task.generation_id, vectors.shape[1])
+    retry_on_database_error(lambda: knowledge.learn_dimensions(answered.task.generation_id, vectors.shape[1]))
     return vectors
 
 

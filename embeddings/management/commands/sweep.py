@@ -91,7 +91,8 @@ class Command(SluicegateCommand):
                         sweep.request_cancel(run)
 
             follow(runs, look)
-            follower.look(runs)
+            # The follower's threads may have outlasted the connection of this one.
+            retry_on_database_error(lambda: follower.look(runs))
         return interruption.came
 
 
