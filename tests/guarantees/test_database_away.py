@@ -18,9 +18,9 @@ from embeddings.states import OutcomeStatus
 from project.runtime.embedded import hold_valkey
 from tests.support import outages
 from tests.support.outages import CALL_OUT, STEPS, TIMED_OUT_STEPS, HeldSweep
+from tests.support.processes import LEASES, QUEUES, Worker
 from tests.support.restartable_postgres import as_default_database
 from tests.support.sweeps import calls_with, live_texts, texts
-from tests.support.workers import LEASES, QUEUES, Worker
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.chat_stack import CHECKOUT, process_environ
+from tests.support.processes import CHECKOUT, process_environ
 from tests.support.provider_server import Gate, ProviderServer, containing, gated, hang, status
 from tests.support.sweeps import DIMENSIONS, OPENAI, Site, make_site, texts
 from tests.support.waiting import eventually
