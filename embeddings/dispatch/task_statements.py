@@ -121,7 +121,7 @@ SELECT 1 FROM embeddings_provider p WHERE p.id = %(provider)s AND ({HAS_LOST}
       OR (SELECT COUNT(*) FROM {TASK} s WHERE s.provider_id = %(provider)s AND s.slot IS NOT NULL) < p.max_in_flight)))"""
 SETTLE = f"""
 UPDATE {TASK} SET state = {ANSWERED}, slot = NULL, lease_expires_at = {{lease}}, call_ended_at = {{now}},
-  call_ended_by = 'reply' WHERE id = %(task)s AND dispatch_token = %(token)s AND state = {DISPATCHED}"""
+  call_ended_by = 'reply' {HELD}"""
 RENEW = f"""
 UPDATE {TASK} SET lease_expires_at = {{lease}}
 WHERE id = %(task)s AND dispatch_token = %(token)s AND (state IN {AT_WORK} OR slot IS NOT NULL)"""

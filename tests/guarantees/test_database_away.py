@@ -17,7 +17,7 @@ from embeddings.runtime import valkey
 from embeddings.states import OutcomeStatus
 from project.runtime.embedded import hold_valkey
 from tests.support import outages
-from tests.support.outages import CALL_OUT, STEPS, TIMED_OUT_STEPS, HeldSweep
+from tests.support.outages import CALL_OUT, STEPS, TIMED_OUT_STEPS, HeldSweep, wait_ended
 from tests.support.processes import LEASES, QUEUES, Worker
 from tests.support.restartable_postgres import as_default_database
 from tests.support.sweeps import calls_with, live_texts, texts
@@ -75,8 +75,7 @@ def outage(postgres, folder, results):
                 for one in sweeps:
                     one.wait_arrived()
                 away(postgres, seconds, sweeps)
-                since = time.monotonic()
-                results[seconds] = {one.step: one.wait_ended(since) for one in sweeps}
+                results[seconds] = dict(zip(steps, wait_ended(*sweeps), strict=True))
             return results[seconds]
 
         yield go_through
@@ -143,7 +142,8 @@ class TestG14ARestart:
             sweep.start(LEASES | {"WAITS_AT": ""})
             sweep.wait_arrived()
             away(postgres, 3.0, [sweep])
-            assert_truth(sweep.wait_ended(time.monotonic()), "final timeout")
+            (ended,) = wait_ended(sweep)
+            assert_truth(ended, "final timeout")
             assert "trying again" in worker.output
         finally:
             worker.kill()
@@ -154,7 +154,7 @@ class TestG14ARestart:
         sweep = held("final timeout", WITHOUT_RETRY="was_removed", **short).start()
         sweep.wait_arrived()
         away(postgres, 3.0, [sweep])
-        sweep.wait_ended(time.monotonic())
+        wait_ended(sweep)
         assert calls_with(sweep.server, "beta")
 
 
@@ -169,4 +169,5 @@ class TestG14KilledConnections:
         for calls in (2, 3, 4):
             sweep.server.wait_for_calls(calls)
             postgres.terminate_connections()
-        assert_truth(sweep.wait_ended(time.monotonic()), CALL_OUT)
+        (ended,) = wait_ended(sweep)
+        assert_truth(ended, CALL_OUT)

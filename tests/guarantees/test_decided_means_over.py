@@ -125,8 +125,9 @@ class TestDispatch:
         assert admission.policy_for(stage.provider).admit(stage.provider) is None
 
     def test_beat_removes_it_and_the_doctor_reports_it_until_then(self, at_work):
-        _, _, _, outcome = at_work
-        RepositoryOutcome.objects.filter(pk=outcome.pk).update(status=OutcomeStatus.FAILED)
+        _, run, _, outcome = at_work
+        RepositoryOutcome.objects.filter(pk=outcome.pk).update(status=OutcomeStatus.FAILED, is_recorded=True)
+        TenantRun.objects.filter(pk=run.pk).update(status=RunStatus.FAILED)
         assert "queued for an outcome that is decided" in manage("doctor").out
         tasks.tick()
         assert (queued_of(outcome), bound_for_ever(outcome).count()) == (0, 0)

@@ -91,11 +91,8 @@ class HeldSweep:
         """Lets the step go: its transaction meets a database that is away."""
         (self.folder / "released").touch()
 
-    def wait_ended(self, since: float, timeout: float = 60.0) -> Ended:
-        self.gate.release()
-        returncode = self.process.wait(timeout)
-        seconds = time.monotonic() - since
-        return Ended(returncode, self._out.read_text(), self._err.read_text(), seconds, self.site)
+    def ended(self, seconds: float) -> Ended:
+        return Ended(self.process.returncode, self._out.read_text(), self._err.read_text(), seconds, self.site)
 
     def end(self) -> None:
         if (process := getattr(self, "process", None)) and process.poll() is None:
@@ -104,22 +101,41 @@ class HeldSweep:
         self.server.__exit__(None, None, None)
 
 
+def wait_ended(*sweeps: HeldSweep) -> list[Ended]:
+    """Answers the calls that are out, and waits for each sweep's end; counts its seconds from now."""
+    since, seconds = time.monotonic(), [0.0] * len(sweeps)
+    for one in sweeps:
+        one.gate.release()
+
+    def all_ended() -> bool:
+        for number, one in enumerate(sweeps):
+            if not seconds[number] and one.process.poll() is not None:
+                seconds[number] = time.monotonic() - since
+        return all(seconds)
+
+    eventually(all_ended, timeout=90, message="the sweeps end")
+    return [one.ended(took) for one, took in zip(sweeps, seconds, strict=True)]
+
+
 TABLE_FOLLOWS, TABLE_ENDS = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
 def write_table(page: Path, results: Mapping[float, Mapping[str, Ended]]) -> None:
     """Replaces the page's table by the results: a row for each step, a column for each outage."""
     lengths = sorted(results)
-    lines = ["| step | " + " | ".join(f"away for {seconds:g} s" for seconds in lengths) + " |"]
-    lines.append("|---|" + "---|" * len(lengths))
+    lines = ["| step | result | " + " | ".join(f"after {seconds:g} s" for seconds in lengths) + " |"]
+    lines.append("|---|---|" + "---|" * len(lengths))
     for step in STEPS:
-        lines.append(f"| {step} | " + " | ".join(_cell(results[seconds][step]) for seconds in lengths) + " |")
+        ended = [results[seconds][step] for seconds in lengths]
+        # One result, unless an outage changed it.
+        result = " or ".join(sorted({_result(one) for one in ended}))
+        lines.append(f"| {step} | {result} | " + " | ".join(f"{one.seconds:.1f} s" for one in ended) + " |")
     before, rest = page.read_text().split(TABLE_FOLLOWS)
     _, after = rest.split(TABLE_ENDS)
     page.write_text(before + TABLE_FOLLOWS + "\n".join(lines) + "\n" + TABLE_ENDS + after)
 
 
-def _cell(ended: Ended) -> str:
+def _result(ended: Ended) -> str:
     outcomes = ", ".join(f"{slug.upper()} {code or status}" for slug, (status, code) in sorted(ended.outcomes.items()))
     broken_off = sum(ended_by == "client_closed" for _, ended_by in ended.calls)
-    return f"{outcomes}; exit {ended.status}; calls {len(ended.calls)}, timed out {broken_off}; {ended.seconds:.1f} s"
+    return f"{outcomes}; exit {ended.status}; {len(ended.calls)} calls, {broken_off} timed out"

@@ -168,6 +168,15 @@ class TestHolding:
         assert (task.slot, task.call_ended_by, task.settled_at) == (None, "reply", None)
         assert left_for(task.lease_expires_at) > 5
 
+    def test_settling_again_still_holds_the_task(self, outcome):
+        """A retry whose first try was committed, and whose connection broke before it heard so, stores its reply."""
+        task, held = dispatched(outcome)
+        assert task_queue.settle(held)
+        assert task_queue.settle_and_admit(held, lambda cap: 1, "fair") == (True, None)
+        assert task_queue.mark_stored(held)
+        assert not task_queue.settle(held)
+        assert state_of(task) == (TaskState.STORED, "")
+
     def test_settling_admits_the_next_in_one_transaction(self, outcome):
         _, held = dispatched(outcome)
         following = make_task(outcome)
