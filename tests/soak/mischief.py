@@ -26,8 +26,8 @@ from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED
 from project.runtime.embedded import hold_valkey
 from tests.soak.databases import Database
 from tests.support.git_repositories import GitRepository
+from tests.support.processes import Worker
 from tests.support.provider_server import ProviderServer, dropped, hang, reset, status, vectors
-from tests.support.workers import Worker
 
 PROVIDER = "soak"
 FILES = 24

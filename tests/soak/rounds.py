@@ -30,10 +30,9 @@ from project.runtime.embedded import hold_valkey
 from tests.soak import invariants
 from tests.soak.databases import Database
 from tests.soak.mischief import LOSES_WAKE_UPS, PROVIDER, Mischief, Scene, carry_out, draw
-from tests.support.chat_stack import CHECKOUT, process_environ
+from tests.support.processes import CHECKOUT, LEASES, Worker, process_environ
 from tests.support.provider_server import ProviderServer
 from tests.support.sweeps import DIMENSIONS
-from tests.support.workers import LEASES, Worker
 
 STILL_S = 10.0
 WORKERS = 4
