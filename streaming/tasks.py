@@ -26,7 +26,7 @@ _PURGED_AT_ONCE = 500
 @shared_task(name=transitions.RUN_TURN, Request=_WAKE_UP_REQUEST)
 def run_turn(public_id: str) -> None:
     """Runs a queued turn to its end."""
-    # A turn that is not claimed stays queued: another worker gets it, when it is rung again.
+    # A turn that is not claimed stays queued: another worker gets it at the next wake-up.
     if shutdown.requested.is_set():
         return
     fairness.note_start()
@@ -46,7 +46,7 @@ def _claim(public_id: str) -> tuple[ChatTurn, transitions.Claim] | None:
 
 @shared_task(name="streaming.tick", Request=_WAKE_UP_REQUEST)
 def tick() -> None:
-    """Ends turns whose worker is gone, and rings again for those that stand queued."""
+    """Ends orphaned turns, and wakes a worker again for those that have been queued for long."""
     for found in orphaned_turns.overdue_turns():
         if found.state == TurnState.QUEUED:
             transitions.notify_worker_again(found)

@@ -40,6 +40,6 @@ def connect() -> redis.Redis:
         protocol=2,
         socket_timeout=TIMEOUT_S,
         socket_connect_timeout=TIMEOUT_S,
-        # Whoever calls looks at the rows first, and decides by itself when to try again.
+        # Callers look at the rows first, and decide themselves when to try again.
         retry=Retry(NoBackoff(), 0),
     )
