@@ -166,7 +166,7 @@ def _reply_to(mine: _Drain, call: Call) -> CallEnd:
             logger.exception("a reply could not be stored; its batch is embedded again")
         _prefetch(mine)
         end = wait_for_end(call, mine.policy, mine.controls.should_stop)
-    except BaseException:
+    except BaseException:  # Whatever ends this drain, Ctrl-C too: its call must not stay at the provider.
         call.future.cancel()
         raise
     if isinstance(end, RawReply) and call.is_suspect:
