@@ -17,6 +17,7 @@ from project.local.processes import CHECKOUT, end
 # For each module: the databases it runs on, and the settings of its sandbox.
 BENCHMARKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "lane": ((SQLITE, POSTGRESQL), {}),
+    "history": ((SQLITE,), {}),
     "scan": ((SQLITE,), {}),
     "circuit": ((SQLITE,), {}),
     "interactive": ((SQLITE,), {"LANE_BATCH_MAX_WAIT_MS": "1000"}),
