@@ -9,7 +9,7 @@ from typing import Any
 from celery import shared_task, signals
 from django.conf import settings
 from django.db import transaction
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.runtime import shutdown
 from project.runtime.database_threads import in_fifo_thread
@@ -57,7 +57,7 @@ def tick() -> None:
 @shared_task(name="streaming.purge", Request=_WAKE_UP_REQUEST)
 def purge() -> None:
     """Deletes turns that ended longer ago than RETENTION_DAYS, some at a time, and conversations left without any."""
-    before = timezone.now() - timedelta(days=settings.RETENTION_DAYS)
+    before = Now() - timedelta(days=settings.RETENTION_DAYS)
     old = ChatTurn.objects.filter(ended_at__lt=before, state__in=TURN_ENDED).values_list("pk", flat=True)
     while keys := list(old[:_PURGED_AT_ONCE]):
         with transaction.atomic():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.dispatch import task_queue
 from embeddings.doctor.findings import Finding, check, ok, warning
@@ -48,7 +48,7 @@ def check_repositories() -> Iterable[Finding]:
         yield warning(name, detail, f"manage.py runs show {run_facts.short_id(runs[last['run_id']])}")
     if not troubled:
         yield ok("repositories", f"{schedule.sweepable().count()} enabled, none of them failing")
-    late = schedule.sweepable().filter(next_due_at__lt=timezone.now() - OVERDUE_AFTER).order_by("next_due_at", "pk")
+    late = schedule.sweepable().filter(next_due_at__lt=Now() - OVERDUE_AFTER).order_by("next_due_at", "pk")
     # A repository that an unfinished run has is not overdue.
     late = late.filter(tenant__embedding_provider__is_paused=False).exclude(outcomes__status__in=OUTCOME_UNFINISHED)
     first = late.select_related("tenant").first()

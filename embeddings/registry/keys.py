@@ -10,7 +10,7 @@ from collections.abc import Collection
 from datetime import timedelta
 
 from django.db.models import Q, TextChoices
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.errors import UsageError
 from embeddings.models import Tenant, TenantApiKey
@@ -53,18 +53,17 @@ def authenticate(key: str) -> TenantApiKey | None:
     shape = _KEY.fullmatch(key)
     if shape is None:
         return None
+    stale = Q(last_used_at=None) | Q(last_used_at__lt=Now() - _LAST_USED_GRAIN)
     keys = TenantApiKey.objects.select_related("tenant__embedding_provider", "tenant__chat_provider")
     try:
         # `first` would add a sort: a fifth of the cost of taking a turn.
-        row = keys.get(prefix=shape["prefix"], revoked_at=None, tenant__is_active=True)
+        row = keys.annotate(was_unused=Q(stale)).get(prefix=shape["prefix"], revoked_at=None, tenant__is_active=True)
     except TenantApiKey.DoesNotExist:
         return None
     if not hmac.compare_digest(_digest(key), row.digest):
         return None
-    now = timezone.now()
-    if row.last_used_at is None or row.last_used_at < now - _LAST_USED_GRAIN:
-        stale = Q(last_used_at=None) | Q(last_used_at__lt=now - _LAST_USED_GRAIN)
-        TenantApiKey.objects.filter(stale, pk=row.pk).update(last_used_at=now)
+    if row.was_unused:
+        TenantApiKey.objects.filter(stale, pk=row.pk).update(last_used_at=Now())
     return row
 
 
@@ -84,7 +83,7 @@ def find_key(prefix: str) -> TenantApiKey:
 
 def revoke_key(key: TenantApiKey) -> bool:
     """Revokes the key. Whether this changed anything."""
-    return bool(TenantApiKey.objects.filter(pk=key.pk, revoked_at=None).update(revoked_at=timezone.now()))
+    return bool(TenantApiKey.objects.filter(pk=key.pk, revoked_at=None).update(revoked_at=Now()))
 
 
 def _digest(key: str) -> str:

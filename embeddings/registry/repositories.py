@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from django.core.exceptions import ValidationError
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.errors import UsageError
 from embeddings.models import Repository, Tenant
@@ -67,15 +67,17 @@ def set_repository(repository: Repository, values: Mapping[str, object]) -> Repo
 def save_repository(repository: Repository, changed: Collection[str]) -> None:
     """Stores a cleaned repository: only the changed fields of an existing one, since sweeps write to the same row."""
     if repository._state.adding:
-        repository.next_due_at = timezone.now()
+        repository.next_due_at = Now()
         repository.save()
+        repository.refresh_from_db(fields=["next_due_at"])
         return
     fields = set(changed)
     if fields & _AFFECTS_SWEEP:
-        repository.next_due_at = timezone.now()
+        repository.next_due_at = Now()
         fields.add("next_due_at")
     if fields:
         repository.save(update_fields=fields)
+        repository.refresh_from_db(fields=["next_due_at"])
 
 
 def remove_repository(repository: Repository) -> bool:
@@ -83,7 +85,7 @@ def remove_repository(repository: Repository) -> bool:
 
     Whether this changed anything.
     """
-    removed = Repository.objects.filter(pk=repository.pk, removed_at=None).update(removed_at=timezone.now())
+    removed = Repository.objects.filter(pk=repository.pk, removed_at=None).update(removed_at=Now())
     if removed:
         sweep.cancel_repository(repository)
     return bool(removed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from django.core.exceptions import ValidationError
 from django.db import transaction
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings.errors import UsageError
 from embeddings.models import Repository, Tenant
@@ -61,7 +61,7 @@ def remove_tenant(tenant: Tenant) -> int:
     """
     with transaction.atomic():
         Tenant.objects.filter(pk=tenant.pk).update(is_active=False)
-        tenant.api_keys.filter(revoked_at=None).update(revoked_at=timezone.now())
+        tenant.api_keys.filter(revoked_at=None).update(revoked_at=Now())
     present = Repository.objects.filter(tenant=tenant, removed_at=None).order_by("pk")
     return sum(remove_repository(repository) for repository in present)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db.models import Prefetch, Q
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from embeddings import codes
 from embeddings.knowledge.git import SourceTimeout, SourceUnreachable
@@ -24,10 +24,9 @@ _UNFETCHED = (SourceUnreachable.code, SourceTimeout.code)
 def stalled_runs() -> list[TenantRun]:
     """Runs whose circuit opened within the last day, newest first, each with `spared`: its spared outcomes."""
     spared = RepositoryOutcome.objects.filter(error_code=codes.CIRCUIT_OPEN).select_related("repository")
-    since = timezone.now() - STALLED_SHOWN_FOR
     return list(
         run_facts.runs()
-        .filter(circuit__state=CircuitState.OPEN, circuit__opened_at__gte=since)
+        .filter(circuit__state=CircuitState.OPEN, circuit__opened_at__gte=Now() - STALLED_SHOWN_FOR)
         .prefetch_related(Prefetch("outcomes", queryset=spared, to_attr="spared"))[:_SHOWN]
     )
 
