@@ -1,4 +1,4 @@
-"""The base of every command: one-line errors, exit status 2 for usage and configuration, `--json`."""
+"""The base of every command: one-line errors, an exit status for each kind of trouble, `--json`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, SystemCheckError
-from django.db import DatabaseError, IntegrityError, OperationalError, ProgrammingError, connection
+from django.db import DatabaseError, IntegrityError, InterfaceError, OperationalError, ProgrammingError, connection
 from django.db.migrations.executor import MigrationExecutor
 
 from embeddings.errors import UsageError
 from embeddings.management.rendering import Table, printable, render
 
-USAGE, INTERRUPTED = 2, 130
+USAGE, NO_DATABASE, INTERRUPTED = 2, 4, 130
 
 Options = Mapping[str, Any]
 Action = Callable[[Options], None]
@@ -39,7 +39,10 @@ class LineParser(CommandParser):
 
 
 class SluicegateCommand(BaseCommand):
-    """An entry point: parses, calls one verb, renders. Usage errors end with one line and exit status 2."""
+    """An entry point: parses, calls one verb, renders.
+
+    An error is one line. Exit status 2: usage or configuration; 4: the database cannot be reached; 130: Ctrl-C.
+    """
 
     examples: ClassVar[str] = ""
 
@@ -64,7 +67,7 @@ class SluicegateCommand(BaseCommand):
             raise Refused(
                 "another process changed the same row at the same time: try again.", returncode=USAGE
             ) from error
-        except (OperationalError, ProgrammingError) as error:
+        except (InterfaceError, OperationalError, ProgrammingError) as error:
             raise _database_refusal(error) from error
 
     def print_json(self, data: object) -> None:
@@ -148,13 +151,13 @@ def migrations_missing() -> int:
     return len(executor.migration_plan(executor.loader.graph.leaf_nodes()))
 
 
-def _database_refusal(error: DatabaseError) -> Exception:
+def _database_refusal(error: Exception) -> Exception:
     """One line if tables are missing or the database cannot be reached; otherwise the error itself."""
     try:
         missing = migrations_missing()
-    except DatabaseError as unreachable:
+    except (DatabaseError, InterfaceError) as unreachable:
         reason = printable(str(unreachable).strip().splitlines()[0])
-        return Refused(f"the database cannot be used: {reason}", returncode=USAGE)
+        return Refused(f"the database cannot be used: {reason}", returncode=NO_DATABASE)
     if missing:
         return Refused("the database lacks some tables: run `manage.py migrate` first.", returncode=USAGE)
     return error

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from django.db import connection
 
@@ -16,7 +17,7 @@ from embeddings.dispatch import task_queue
 from embeddings.models import TenantRun
 from embeddings.runs import sweep
 from embeddings.runtime import shutdown, wake_ups
-from embeddings.runtime.retry import DATABASE_AWAY, retried, retry_on_database_error
+from embeddings.runtime.retry import DATABASE_AWAY, retry_on_database_error
 from embeddings.states import RUN_UNFINISHED
 
 # How long work must lie undone beside a free slot before the follower steps in: a worker may be on its way to it.
@@ -24,7 +25,10 @@ STEP_IN_AFTER_S = 1.0
 _ADVANCE_EVERY_S = 1.0
 # A drain carries one call at a time. A provider with several slots gets at most so many from one follower.
 _DRAINS_MAX = 8
+# A command that follows its runs has no one to tell: it waits longer for its database than a transaction is retried.
+DATABASE_WAIT_S = 600.0
 
+T = TypeVar("T")
 OnProgress = Callable[[list[TenantRun]], None]
 # What the follower may do itself: ("scan", run id) or ("drain", provider id).
 Work = tuple[str, int]
@@ -35,24 +39,24 @@ def follow(
 ) -> list[TenantRun]:
     """Follows the runs until each is finished, calling `on_progress` with their rows; returns them as they ended.
 
-    A database that is away for a moment costs time alone. Interrupted (KeyboardInterrupt), it gives back
+    A database that is away costs time alone, up to `DATABASE_WAIT_S`. Interrupted (KeyboardInterrupt), it gives back
     what it had dispatched and leaves the runs as they are.
     """
-    run_ids = [run.pk for run in runs]
+    followed = TenantRun.objects.filter(pk__in=[run.pk for run in runs]).select_related("circuit", "provider")
     with _StepIn() as step_in:
         while True:
-            current = _rows(run_ids)
-            retry_on_database_error(partial(on_progress, current))
+            current = patiently(lambda: list(followed.all()))
+            patiently(partial(on_progress, current))
             unfinished = [run for run in current if run.status in RUN_UNFINISHED]
             if not unfinished:
                 return current
-            step_in.poll(unfinished)
+            patiently(partial(step_in.poll, unfinished))
             step_in.pause(poll_s)
 
 
-@retried
-def _rows(run_ids: Sequence[int]) -> list[TenantRun]:
-    return list(TenantRun.objects.filter(pk__in=run_ids).select_related("circuit", "provider"))
+def patiently(transact: Callable[[], T]) -> T:
+    """`retry_on_database_error` for as long as a follower waits for its database."""
+    return retry_on_database_error(transact, DATABASE_WAIT_S)
 
 
 class _StepIn:
@@ -85,9 +89,9 @@ class _StepIn:
         if time.monotonic() - self._advanced_at >= _ADVANCE_EVERY_S:
             self._advanced_at = time.monotonic()
             for run in unfinished:
-                retry_on_database_error(partial(sweep.advance, run.pk, heartbeat=True))
+                sweep.advance(run.pk, heartbeat=True)
         for run in unfinished:
-            if self._is_due(("scan", run.pk), retry_on_database_error(partial(sweep.is_claimable, run))):
+            if self._is_due(("scan", run.pk), sweep.is_claimable(run)):
                 self._start(("scan", run.pk), partial(self._scan, run.pk))
         for provider_id in {run.provider_id for run in unfinished}:
             if self._is_due(("drain", provider_id), task_queue.wants_drain(provider_id)):

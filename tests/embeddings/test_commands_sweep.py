@@ -40,8 +40,8 @@ def run_manage(process_environment):
 
     def start(*arguments, **options):
         command = [sys.executable, "manage.py", *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-        started.append(subprocess.Popen(command, cwd=REPOSITORY_ROOT, env=process_environment, **pipes))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": process_environment}
+        started.append(subprocess.Popen(command, cwd=REPOSITORY_ROOT, **pipes | options))
         return started[-1]
 
     yield start
@@ -173,6 +173,17 @@ class TestSweep:
     )
     def test_exit_statuses(self, statuses, expected):
         assert run_facts.exit_status(statuses) == expected
+
+
+def test_a_database_that_cannot_be_reached_is_no_mistake_of_the_caller(run_manage, process_environment):
+    """Exit status 2 would tell a scheduler that its command line is wrong."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    environ = process_environment | {"DATABASE_URL": f"postgres://sluicegate@127.0.0.1:{port}/none"}
+    command = run_manage("sweep", "--json", env=environ)
+    out, err = command.communicate(timeout=60)
+    assert (command.returncode, out, len(err.splitlines())) == (4, "", 1), err
+    assert "the database cannot be used" in err
 
 
 class TestInterrupting:

@@ -92,6 +92,14 @@ CALL_MUTATIONS = (
         ")",
         (f"{ADMISSION}::TestSeveralAtOnce",),
     ),
+    Mutation(
+        "a follower does not wait for its database",
+        "G14",
+        "embeddings/runs/follow.py",
+        "DATABASE_WAIT_S = 600.0\n",
+        "DATABASE_WAIT_S = 0.0\n",
+        ("tests/guarantees/test_database_away.py::TestG14ARestart", "-k", "0.5"),
+    ),
     # --- what a server answers ----------------------------------------------------------------------------------------
     Mutation(
         "no control text is sent before a row is marked undeliverable",

@@ -20,8 +20,7 @@ from embeddings.models import TenantRun
 from embeddings.reports import run_facts
 from embeddings.reports.run_facts import report
 from embeddings.runs import orphaned_runs, sweep
-from embeddings.runs.follow import follow
-from embeddings.runtime.retry import retry_on_database_error
+from embeddings.runs.follow import follow, patiently
 from embeddings.states import RunTrigger
 
 
@@ -31,7 +30,7 @@ class Command(SluicegateCommand):
         "Does the work itself if no worker runs. Ctrl-C cancels the runs it started; embedded rows are kept, and the "
         "next sweep continues from there. A second Ctrl-C exits immediately. Exit status: 1 if any outcome "
         "failed or was interrupted; else 3 if any was deferred, skipped or cancelled; else 0; 2 for usage or "
-        "configuration; 130 after Ctrl-C."
+        "configuration; 4 if the database cannot be reached; 130 after Ctrl-C."
     )
     examples = "sweep\nsweep --tenant acme\nsweep --repository acme/docs --repository acme/app --json\nsweep --detach"
 
@@ -68,7 +67,7 @@ class Command(SluicegateCommand):
                 )
             return
         was_interrupted = self._follow(runs)
-        ended, reports = retry_on_database_error(lambda: _read(runs))
+        ended, reports = patiently(lambda: _read(runs))
         if options["json"]:
             self.print_json({"runs": reports})
         else:
@@ -92,7 +91,7 @@ class Command(SluicegateCommand):
 
             follow(runs, look)
             # The follower's threads may have outlasted the connection of this one.
-            retry_on_database_error(lambda: follower.look(runs))
+            patiently(lambda: follower.look(runs))
         return interruption.came
 
 
