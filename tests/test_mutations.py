@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.mutations import page
 from tests.mutations.__main__ import ROOT, Result, mutated, table
 from tests.mutations.catalogue import MUTATIONS
 from tests.mutations.mutation import Mutation
@@ -36,8 +37,7 @@ def test_the_table() -> None:
 
 
 def test_the_page_of_the_last_run_has_each_with_the_test_that_saw_it() -> None:
-    _, _, page = (ROOT / "docs" / "mutations.md").read_text().partition("## The last run\n")
-    rows = [line.split(" | ") for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    rows = [line.split(" | ") for line in page.rows().values()]
     assert [row[0][2:] for row in rows] == [mutation.name for mutation in MUTATIONS]
     assert {row[3] for row in rows} == {"seen"}
     for row in rows:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from tests.mutations import page
 from tests.mutations.catalogue import MUTATIONS
 from tests.mutations.mutation import Mutation
 
@@ -43,12 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("words", nargs="*", help="only mutations whose name holds one of these")
     parser.add_argument("--jobs", type=int, default=2, help="copies of the tree at work (2)")
+    parser.add_argument("--missing", action="store_true", help="only mutations that docs/mutations.md lacks")
+    parser.add_argument("--docs", action="store_true", help="put the rows of this run into docs/mutations.md")
     options = parser.parse_args(arguments)
     chosen = [each for each in MUTATIONS if not options.words or any(word in each.name for word in options.words)]
+    if options.missing:
+        chosen = [each for each in chosen if each.name not in page.rows()]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sluicegate-mutations-") as folder:
         results = _try_all(chosen, pathlib.Path(folder), options.jobs)
     sys.stdout.write(table(results))
+    if options.docs:
+        page.write({result.mutation.name: row(result) for result in results}, [each.name for each in MUTATIONS])
     seen = sum(result.status == "seen" for result in results)
     sys.stdout.write(f"\n{seen} of {len(results)} mutations were seen, in {time.monotonic() - began:.0f} s.\n")
     return max((_exit_status(result) for result in results), default=2)
@@ -56,13 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
-    lines = ["| mechanism broken | guarantee | file | | first witness |", "|---|---|---|---|---|"]
-    for result in results:
-        mutation = result.mutation
-        lines.append(
-            f"| {mutation.name} | {mutation.guarantee} | `{mutation.file}` | {result.status} | `{result.witness}` |"
-        )
-    return "\n".join(lines) + "\n"
+    return page.HEAD + "".join(f"{row(result)}\n" for result in results)
+
+
+def row(result: Result) -> str:
+    mutation = result.mutation
+    return f"| {mutation.name} | {mutation.guarantee} | `{mutation.file}` | {result.status} | `{result.witness}` |"
 
 
 def mutated(text: str, mutation: Mutation) -> str:
