@@ -158,10 +158,17 @@ _answers: list[tuple[float, bool | None]] = []
 
 
 def worker_is_running() -> bool | None:
-    """Whether a worker consumes chat turns; None where the broker does not answer. Cached for a few seconds."""
+    """Whether a worker consumes chat turns; None where the broker does not answer. Cached for a few seconds.
+
+    A "no" is valid no longer than a turn waits before this is asked, so that it was found while that turn stood queued:
+    a worker that has just started would otherwise lose it to the "no" of before.
+    """
     with _asking:
-        if _answers and time.monotonic() - _answers[0][0] < _ANSWER_VALID_S:
-            return _answers[0][1]
+        if _answers:
+            answered_at, is_running = _answers[0]
+            valid_s = _ANSWER_VALID_S if is_running else min(_ANSWER_VALID_S, settings.CHAT_CLAIM_WAIT_MS / 1000)
+            if time.monotonic() - answered_at < valid_s:
+                return is_running
         # A worker that keeps a lease may be too busy to answer.
         held = ChatTurn.objects.filter(state=TurnState.RUNNING, lease_expires_at__gt=Now())
         is_running = True if held.exclude(origin=TurnOrigin.COMMAND).exists() else _ask()

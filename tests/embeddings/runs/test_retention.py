@@ -115,7 +115,8 @@ class TestRepositories:
         repository = make_repository()
         make_row(make_version(repository, make_generation(repository.tenant.embedding_provider)))
         mirror = scan.mirror_directory(repository)
-        mirror.mkdir(parents=True)
+        # A repository of an earlier test may have had this primary key, and left a mirror.
+        mirror.mkdir(parents=True, exist_ok=True)
         lock_of(repository).touch()
         registry.remove_repository(repository)
         return repository
