@@ -52,9 +52,9 @@ test: $(DEV_STAMP) models browser
 	$(call step,manage.py makemigrations --check)
 	@$(BIN)/python manage.py makemigrations --check --dry-run
 	$(call step,pytest)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 	$(call step,pytest on PostgreSQL)
-	@$(BIN)/python -m tests.support.postgres $(BIN)/python -m pytest -m both_databases --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m tests.support.postgres $(BIN)/python -m pytest -m both_databases --numprocesses 3 --dist loadfile
 
 bench: $(DEV_STAMP) models
 	@$(BIN)/python -m benchmarks
