@@ -5,12 +5,12 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 from django.conf import settings
 from django.db.models import Count, Q, QuerySet, Sum
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse
-from django.utils import timezone
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -110,15 +110,14 @@ def _lane() -> Iterable[Metric]:
         labels=["provider", "priority"],
     )
     busy = GaugeMetricFamily("sluicegate_lane_dispatched", "Embedding tasks at their provider.", labels=["provider"])
-    now = timezone.now()
     queued = tasks_in(TaskState.QUEUED)
     dispatched = tasks_in(TaskState.DISPATCHED)
     for provider, name in Provider.objects.order_by("name").values_list("pk", "name"):
         for priority in TaskPriority:
-            number, oldest = queued.get((provider, priority), (0, None))
+            number, waited = queued.get((provider, priority), (0, timedelta()))
             depth.add_metric([name, priority.name.lower()], number)
-            wait.add_metric([name, priority.name.lower()], (now - oldest).total_seconds() if oldest else 0.0)
-        busy.add_metric([name], sum(dispatched.get((provider, priority), (0, None))[0] for priority in TaskPriority))
+            wait.add_metric([name, priority.name.lower()], waited.total_seconds())
+        busy.add_metric([name], sum(dispatched.get((provider, priority), (0,))[0] for priority in TaskPriority))
     return [depth, wait, busy]
 
 

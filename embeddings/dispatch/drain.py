@@ -80,7 +80,7 @@ class _Held:
 
 def drain(provider_id: int, controls: Controls) -> int:
     """Repeats the step until nothing can be admitted. Returns how many tasks were dispatched."""
-    provider = Provider.objects.filter(pk=provider_id).first()
+    provider = retry_on_database_error(Provider.objects.filter(pk=provider_id).first)
     if provider is None:
         return 0
     mine = _Drain(provider, policy_for(provider), controls, Caller(provider))
@@ -102,7 +102,7 @@ def drain(provider_id: int, controls: Controls) -> int:
 
 def _admit(mine: _Drain) -> _Held | None:
     provider_id = mine.provider.pk
-    mine.caller.reread_provider()
+    retry_on_database_error(mine.caller.reread_provider)
     try:
         task = mine.policy.admit(mine.provider)
     except ProviderConfigurationError as error:

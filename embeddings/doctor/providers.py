@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
-from django.utils import timezone
 
 from embeddings.doctor.findings import Finding, check, error, ok, warning
 from embeddings.errors import ProviderConfigurationError, ProviderError, ProviderUnauthorized
@@ -34,11 +33,11 @@ def check_providers() -> Iterable[Finding]:
     if not found:
         advice = "manage.py provider set local --base-url http://127.0.0.1:8089/v1 --embedding-model NAME"
         yield warning("providers", "there is none yet", advice)
-    oldest: dict[int, datetime] = {}
-    for (key, _), (_, since) in facts.tasks_in(TaskState.QUEUED).items():
-        oldest[key] = min(since, oldest.get(key, since))
+    longest: dict[int, timedelta] = {}
+    for (key, _), (_, waited) in facts.tasks_in(TaskState.QUEUED).items():
+        longest[key] = max(waited, longest.get(key, waited))
     for provider in found:
-        yield _lane(provider, oldest.get(provider.pk))
+        yield _lane(provider, longest.get(provider.pk, timedelta()))
         if variable := provider.api_key_env:
             name = f"key of provider {provider}"
             if os.environ.get(variable, "").strip():
@@ -51,17 +50,16 @@ def check_providers() -> Iterable[Finding]:
             yield warning(f"last run on {provider}", story, "look at the model server, then: manage.py sweep")
 
 
-def _lane(provider: Any, oldest: datetime | None) -> Finding:
-    name, now = f"provider {provider}", timezone.now()
-    waited = now - oldest if oldest else timedelta()
+def _lane(provider: Any, waited: timedelta) -> Finding:
+    name = f"provider {provider}"
     depth = f"{provider.dispatched} at the server, {provider.queued} queued"
-    if oldest:
+    if provider.queued:
         depth += f", the oldest for {waited.total_seconds():.0f} s"
     detail = f"{facts.provider_state(provider)}; {depth}"
     if provider.is_paused:
         return warning(name, detail, f"manage.py provider resume {provider}")
     timeout = timedelta(milliseconds=settings.LEASE_MS) + _IDLE_TIMEOUT
-    is_idle = not provider.dispatched and not (provider.busy_until and provider.busy_until > now)
+    is_idle = not provider.dispatched and not provider.is_busy
     if is_idle and waited > timeout:
         return warning(name, f"{detail}: no worker sends them to the server", START["embeddings"])
     return ok(name, detail)

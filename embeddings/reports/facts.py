@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import Count, F, Min, OuterRef, QuerySet, Subquery
-from django.db.models.functions import Coalesce, JSONObject
-from django.utils import timezone
+from django.db.models import (
+    Case,
+    Count,
+    DurationField,
+    ExpressionWrapper,
+    F,
+    Min,
+    OuterRef,
+    QuerySet,
+    Subquery,
+    When,
+)
+from django.db.models.functions import Coalesce, JSONObject, Now
 
 from embeddings.models import (
     EmbeddingGeneration,
@@ -28,12 +38,15 @@ UNQUEUED = (
 
 
 def providers() -> QuerySet[Provider]:
-    """All providers, with `dimensions` (of the current embedding model), `queued` and `dispatched` (embedding tasks)."""
+    """All providers, with `dimensions` (of the current embedding model), `queued` and `dispatched` (embedding tasks), and
+    `is_busy` by the database's clock.
+    """
     generation = EmbeddingGeneration.objects.filter(provider=OuterRef("pk"), model=OuterRef("embedding_model"))
     return Provider.objects.annotate(
         dimensions=Subquery(generation.values("dimensions")[:1]),
         queued=_task_count(TaskState.QUEUED),
         dispatched=_task_count(TaskState.DISPATCHED),
+        is_busy=Case(When(busy_until__gt=Now(), then=True), default=False),
     ).order_by("name")
 
 
@@ -47,12 +60,13 @@ def _task_count(state: TaskState) -> Coalesce:
     return Coalesce(Subquery(tasks.annotate(count=Count("pk")).values("count")), 0)
 
 
-def tasks_in(state: TaskState) -> dict[tuple[int, int], tuple[int, datetime]]:
-    """By provider and priority: the number of embedding tasks in this state, and when the oldest was queued."""
+def tasks_in(state: TaskState) -> dict[tuple[int, int], tuple[int, timedelta]]:
+    """By provider and priority: the number of embedding tasks in this state, and how long ago the oldest was queued."""
     rows = EmbeddingTask.objects.filter(settled_at=None, state=state).order_by().values_list("provider", "priority")
+    waited = ExpressionWrapper(Now() - Min("queued_at"), DurationField())
     return {
-        (provider, priority): (number, oldest)
-        for provider, priority, number, oldest in rows.annotate(Count("pk"), Min("queued_at"))
+        (provider, priority): (number, waited)
+        for provider, priority, number, waited in rows.annotate(Count("pk"), waited=waited)
     }
 
 
@@ -131,11 +145,11 @@ def admission(provider: Provider) -> str:
     return "unqueued"
 
 
-def provider_state(provider: Provider) -> str:
-    """`paused`, `busy until <moment>` or `ready`."""
+def provider_state(provider: Any) -> str:
+    """Of one of `providers()`: `paused`, `busy until <moment>` or `ready`."""
     if provider.is_paused:
         return "paused"
-    if provider.busy_until and provider.busy_until > timezone.now():
+    if provider.is_busy:
         return f"busy until {provider.busy_until:%H:%M:%SZ}"
     return "ready"
 

@@ -34,7 +34,7 @@ def _always(*_: object, **__: object) -> bool:
 
 # The owner of the function, its name, and the calls of it that wait.
 STEPS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "admit": (task_queue, "admit", _always),
+    "admit": (drain, "_admit", _always),
     "final timeout": (drain, "_settle_failure", _always),
     "slot freed": (task_queue, "fail", _always),
     "busy reply": (task_queue, "requeue_busy", _always),
