@@ -14,6 +14,7 @@ from embeddings.knowledge import store
 from embeddings.models import KnowledgeRow, Provider, Repository
 from embeddings.registry.rules import clean_provider, one_line
 from embeddings.runtime import wake_ups
+from embeddings.states import RUN_UNFINISHED
 
 # A change to one of these may make the provider accept a text that it refused.
 _AFFECTS_REFUSALS = frozenset({"kind", "base_url", "embedding_model", "batch_size", "batch_characters"})
@@ -70,6 +71,10 @@ def save_provider(provider: Provider, changed: Collection[str]) -> int:
             setattr(provider, field, value)
         fields |= _LEARNED.keys()
     provider.save(update_fields=fields)
+    if "embedding_model" in fields:
+        # Unfinished runs of the old model dispatch nothing any more: whatever they have not decided is deferred.
+        for run_id in provider.runs.filter(status__in=RUN_UNFINISHED).values_list("pk", flat=True):
+            wake_ups.notify_workers(wake_ups.ADVANCE, run_id)
     if not fields & _AFFECTS_REFUSALS:
         return 0
     refused = KnowledgeRow.objects.filter(generation__provider=provider).exclude(undeliverable_reason="")

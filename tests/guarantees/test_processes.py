@@ -7,7 +7,8 @@ import pytest
 from embeddings import codes
 from embeddings.dispatch import task_queue
 from embeddings.dispatch.task_queue import Dispatched
-from embeddings.models import EmbeddingTask, RunCircuit
+from embeddings.models import EmbeddingTask, RunCircuit, TenantRun
+from embeddings.registry import set_provider
 from embeddings.runs import circuit, sweep
 from embeddings.runtime import wake_ups
 from embeddings.states import CircuitState, OutcomeStatus, RunStatus, TaskState
@@ -171,3 +172,16 @@ class TestG8AFreshRun:
         assert outcome_of(second, b).embedded == 6
         assert stored <= stored_rows(b)
         assert [stage.server.texts_seen[text] for text in texts("beta", 4)] == [1] * 4
+
+
+class TestAModelThatChangesInMidRun:
+    def test_ends_the_run_without_beat_or_a_follower(self, stage, queued_pair, fleet):
+        """What is queued for the old model is dispatched no more, so that no task's end moves the run."""
+        run, a, b = queued_pair
+        fleet.start(1)
+        set_provider(stage.provider.name, {"embedding_model": "another"})
+        mine = TenantRun.objects.filter(pk=run.pk)
+        eventually(lambda: mine.get().status == RunStatus.DEFERRED, message="the run ends")
+        changed = (OutcomeStatus.DEFERRED, codes.GENERATION_CHANGED, "")
+        assert (codes_of(outcome_of(run, a)), codes_of(outcome_of(run, b))) == (changed, changed)
+        assert not stage.server.embedding_calls

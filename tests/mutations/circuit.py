@@ -198,4 +198,12 @@ CIRCUIT_MUTATIONS = (
         "",
         (DECIDED,),
     ),
+    Mutation(
+        "a changed model wakes no run",
+        "G13",
+        "embeddings/registry/providers.py",
+        '    if "embedding_model" in fields:',
+        '    if "no such field" in fields:',
+        ("tests/guarantees/test_processes.py::TestAModelThatChangesInMidRun",),
+    ),
 )

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,17 @@ from embeddings.runtime import valkey
 from embeddings.runtime.retry import retry_on_database_error
 from embeddings.states import OUTCOME_UNFINISHED, RUN_UNFINISHED
 from project.runtime.embedded import hold_valkey
+from tests.soak.chats import Chats
 from tests.soak.databases import Database
 from tests.support.git_repositories import GitRepository
 from tests.support.processes import Worker
-from tests.support.provider_server import ProviderServer, dropped, hang, reset, status, vectors
+from tests.support.provider_server import Call, ProviderServer, dropped, hang, reset, status, vectors
+from tests.support.provider_server.chat_stream import R, T, rst, silence_forever, sse
 
 PROVIDER = "soak"
 FILES = 24
+# In how many of the rounds people chat: most mischief befalls chats too.
+CHAT_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,9 @@ class Scene:
     database: Database
     tenant: Tenant
     folder: Path
+    chats: Chats
     workers: list[Worker]
+    chat_workers: list[Worker]
     git: dict[str, GitRepository] = field(default_factory=dict)
     stops: list[tuple[float, float]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -99,8 +106,9 @@ class Scene:
 
 
 def draw(rng: random.Random, window_s: float, stop_s: float) -> list[Mischief]:
-    """One to four pieces, which start within `window_s` and last `stop_s` at most."""
-    kinds = rng.sample(sorted(KINDS), rng.randint(1, 4))
+    """One to four pieces, beside chat turns in most rounds, which start within `window_s` and last `stop_s` at most."""
+    kinds = ["chat turns"] * (rng.random() < CHAT_SHARE)
+    kinds += rng.sample(sorted(KINDS.keys() - {"chat turns"}), rng.randint(1, 4))
     return [Mischief(kind, rng.uniform(0, window_s), rng.uniform(0.2, stop_s), rng.random()) for kind in kinds]
 
 
@@ -119,6 +127,13 @@ def _kill_worker(scene: Scene, mischief: Mischief) -> None:
         at = int(mischief.pick * len(scene.workers))
         scene.workers[at].kill()
         scene.workers[at] = Worker("project")
+
+
+def _kill_chat_worker(scene: Scene, mischief: Mischief) -> None:
+    with scene.lock:
+        at = int(mischief.pick * len(scene.chat_workers))
+        scene.chat_workers[at].kill()
+        scene.chat_workers[at] = Worker("project", ("chat",))
 
 
 def _stop_worker(scene: Scene, mischief: Mischief) -> None:
@@ -192,6 +207,21 @@ def _provider_short_reply(scene: Scene, mischief: Mischief) -> None:
     scene.server.when(lambda call: len(call.texts) > 1, vectors(dropped(0)), times=1 + int(2 * mischief.pick))
 
 
+def _chat_falls_silent(scene: Scene, mischief: Mischief) -> None:
+    """Before the first word, or after some."""
+    words = [T("silent.0 ")] if mischief.pick < 0.5 else []
+    scene.server.when(_is_chat, sse(R, *words, silence_forever()), times=1 + int(3 * mischief.pick))
+
+
+def _chat_breaks_off(scene: Scene, mischief: Mischief) -> None:
+    words = [T("broken.0 ")] if mischief.pick < 0.5 else []
+    scene.server.when(_is_chat, sse(R, *words, rst()), times=1 + int(3 * mischief.pick))
+
+
+def _is_chat(call: Call) -> bool:
+    return call.kind == "chat"
+
+
 # --- what people do ---------------------------------------------------------------------------------------------------
 def _cancel_run(scene: Scene, mischief: Mischief) -> None:
     for run in retry_on_database_error(lambda: list(TenantRun.objects.filter(status__in=RUN_UNFINISHED))):
@@ -202,6 +232,15 @@ def _cancel_outcome(scene: Scene, mischief: Mischief) -> None:
     unfinished = RepositoryOutcome.objects.filter(status__in=OUTCOME_UNFINISHED).select_related("run", "repository")
     if found := retry_on_database_error(lambda: list(unfinished)):
         retry_on_database_error(partial(sweep.cancel_outcome, found[int(mischief.pick * len(found))]))
+
+
+def _chat(scene: Scene, mischief: Mischief) -> None:
+    """Three clients, each with one turn after another."""
+    seconds = min(mischief.seconds, 8.0)
+    with ThreadPoolExecutor(3) as clients:
+        asking = [clients.submit(scene.chats.ask_for, seconds, mischief.pick + number) for number in range(3)]
+    for each in asking:
+        each.result()
 
 
 def _change_model(scene: Scene, mischief: Mischief) -> None:
@@ -224,9 +263,15 @@ KINDS: dict[str, Callable[[Scene, Mischief], None]] = {
     "run cancelled": _cancel_run,
     "outcome cancelled": _cancel_outcome,
     "model changed": _change_model,
+    "chat turns": _chat,
+    "chat worker killed": _kill_chat_worker,
+    "chat falls silent": _chat_falls_silent,
+    "chat breaks off": _chat_breaks_off,
     "repository changed": lambda scene, mischief: scene.change_repository(mischief.pick),
     "repository added": lambda scene, mischief: scene.add_repository(),
     "repository removed": lambda scene, mischief: scene.remove_repository(mischief.pick),
 }
 # A wake-up may be lost with the process that held it, or while it could not be sent: beat or a follower steps in.
 LOSES_WAKE_UPS = {"worker killed", "worker stopped", "database away", "Valkey killed", "Valkey frozen"}
+# The event log holds a turn's text until its worker has stored it.
+LOSES_TEXT = {"Valkey killed", "Valkey frozen"}

@@ -20,24 +20,32 @@ from django.db import connection
 from django.db.models import Max, Sum
 from django.utils import timezone
 
+import streaming.tasks
 from embeddings import tasks
+from embeddings.knowledge.store import retry_undeliverable
 from embeddings.models import EmbeddingTask, Provider, RepositoryOutcome, TenantRun
-from embeddings.registry import add_tenant, match_repositories, set_provider
+from embeddings.registry import add_tenant, issue_key, match_repositories, set_provider
 from embeddings.runs import sweep
 from embeddings.runtime.retry import DATABASE_AWAY, retry_on_database_error
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunTrigger
 from project.runtime.embedded import hold_valkey
-from tests.soak import invariants
+from streaming.models import ChatTurn
+from streaming.states import TURN_UNFINISHED
+from tests.soak import chats, invariants
+from tests.soak.chats import Chats
 from tests.soak.databases import Database
-from tests.soak.mischief import LOSES_WAKE_UPS, PROVIDER, Mischief, Scene, carry_out, draw
-from tests.support.processes import CHECKOUT, LEASES, Worker, process_environ
+from tests.soak.mischief import LOSES_TEXT, LOSES_WAKE_UPS, PROVIDER, Mischief, Scene, carry_out, draw
+from tests.support.processes import CHECKOUT, LEASES, Worker, process_environ, start_web
 from tests.support.provider_server import ProviderServer
 from tests.support.sweeps import DIMENSIONS
+from tests.support.waiting import eventually
 
 STILL_S = 10.0
 WORKERS = 4
+CHAT_WORKERS = 2
 SWEEP_TIMEOUT_S = 90.0
 SWEEPS_TO_HEAL = 6
+TURNS_TIMEOUT_S = 30.0
 
 
 class Violation(Exception):
@@ -52,6 +60,8 @@ class Soak:
     rounds: int = 0
     sweeps: int = 0
     calls: int = 0
+    turns: int = 0
+    retried: int = 0
     step_ins: Counter[str] = field(default_factory=Counter)
     longest_still_s: float = 0.0
 
@@ -77,6 +87,8 @@ class Soak:
                 "rounds": self.rounds,
                 "sweeps": self.sweeps,
                 "calls": self.calls,
+                "turns": self.turns,
+                "undeliverable_retried": self.retried,
                 "mischief": dict(sorted(scene.counts.items())),
                 "step_ins": dict(self.step_ins),
                 "longest_still_s": round(self.longest_still_s, 1),
@@ -95,8 +107,12 @@ class Soak:
         self._heal(scene)
         calls = scene.server.embedding_calls[first_call:]
         self.calls += len(calls)
-        if found := invariants.violations(scene, calls):
+        found = invariants.violations(scene, calls)
+        found += chats.violations(scene.chats.asked, log_was_lost=bool(LOSES_TEXT & {each.kind for each in drawn}))
+        if found:
             raise Violation(*found)
+        self.turns += len(scene.chats.asked)
+        scene.chats.asked.clear()
         scene.stops.clear()
 
     def _watch(self, scene: Scene, drawn: list[Mischief], pending: list[Future[None]]) -> None:
@@ -125,11 +141,18 @@ class Soak:
             connection.close_if_unusable_or_obsolete()
 
     def _heal(self, scene: Scene) -> None:
-        """Ends the mischief and sweeps, by the command, until a sweep finds everything unchanged and calls nobody."""
+        """Ends the mischief and sweeps, by the command, until a sweep finds everything unchanged and makes no call.
+
+        A text that the server answered with 500 alone, and no other, is undeliverable: it is retried, as an operator would.
+        """
         scene.server.clear_script()
+        scene.server.script(chats.answer)
         hold_valkey(settings.VAR_DIR)
-        for worker in scene.workers:
+        for worker in (*scene.workers, *scene.chat_workers):
             worker.wait_ready()
+        eventually(_no_turn_is_unfinished, timeout=TURNS_TIMEOUT_S, message="every turn is decided")
+        for repository in match_repositories():
+            self.retried += retry_undeliverable(repository)
         for _ in range(SWEEPS_TO_HEAL):
             calls_before = len(scene.server.embedding_calls)
             outcomes = self._sweep()
@@ -161,21 +184,33 @@ class Soak:
 def _scene(database: Database, folder: Path) -> Iterator[Scene]:
     hold_valkey(settings.VAR_DIR)
     with ProviderServer(dimensions=DIMENSIONS, latency=0.05) as server:
-        values = {"kind": "openai-compatible", "base_url": server.openai_url, "embedding_model": "embed"}
+        server.script(chats.answer)
+        models = {"embedding_model": "embed", "chat_model": "chat"}
+        values = {"kind": "openai-compatible", "base_url": server.openai_url} | models
         limits = {"batch_size": 2, "embedding_timeout_ms": 1_000, "query_timeout_ms": 1_000}
-        provider = set_provider(PROVIDER, values | limits).provider
-        tenant = add_tenant("soak", {"embedding_provider": provider}).tenant
-        scene = Scene(server, database, tenant, folder, [Worker("project") for _ in range(WORKERS)])
+        budgets = {"request_timeout_ms": 1_000, "stream_idle_timeout_ms": 1_000}
+        provider = set_provider(PROVIDER, values | limits | budgets).provider
+        tenant = add_tenant("soak", {"embedding_provider": provider, "chat_provider": provider}).tenant
+        web, address = start_web(**LEASES)
+        scene = Scene(
+            server,
+            database,
+            tenant,
+            folder,
+            Chats(address, issue_key(tenant)[1]),
+            [Worker("project") for _ in range(WORKERS)],
+            [Worker("project", ("chat",)) for _ in range(CHAT_WORKERS)],
+        )
         try:
             for _ in range(3):
                 scene.add_repository()
-            for worker in scene.workers:
+            for worker in (*scene.workers, *scene.chat_workers):
                 worker.wait_ready()
             yield scene
         finally:
-            for worker in scene.workers:
-                if worker.returncode is None:
-                    worker.kill()
+            for process in (web, *scene.workers, *scene.chat_workers):
+                if process.returncode is None:
+                    process.kill()
 
 
 def _progress() -> dict[str, Any]:
@@ -189,6 +224,15 @@ def _progress() -> dict[str, Any]:
         "tasks": sorted(EmbeddingTask.objects.filter(settled_at=None).values_list("pk", "state", "attempts", "losses")),
         "last_task": EmbeddingTask.objects.aggregate(Max("pk"), Max("settled_at")),
     }
+
+
+def _no_turn_is_unfinished() -> bool:
+    """Looks as beat would, whose rounds end orphaned turns."""
+    with suppress(*DATABASE_AWAY):
+        streaming.tasks.tick()
+        return not ChatTurn.objects.filter(state__in=TURN_UNFINISHED).exists()
+    connection.close()
+    return False
 
 
 def _provider_is_slow(scene: Scene) -> bool:

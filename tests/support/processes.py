@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,12 +135,12 @@ _numbers = itertools.count(1)
 
 
 class Worker(Process):
-    """One worker process: `kill` is kill -9, `terminate` a supervisor's stop."""
+    """One worker process of these queues: `kill` is kill -9, `terminate` a supervisor's stop."""
 
-    def __init__(self, application: str) -> None:
+    def __init__(self, application: str, queues: Sequence[str] = QUEUES) -> None:
         self.name = f"sweeper-{next(_numbers)}"
         words = ("celery", "--app", application, "worker", "--pool", "threads", "--concurrency", "4")
-        flags = ("--queues", ",".join(QUEUES), "--loglevel", "INFO", "--hostname", f"{self.name}@test")
+        flags = ("--queues", ",".join(queues), "--loglevel", "INFO", "--hostname", f"{self.name}@test")
         super().__init__(self.name, *words, *flags, "--without-gossip", "--without-mingle", **LEASES)
 
     def wait_ready(self) -> None:
