@@ -249,6 +249,8 @@ class RepositoryOutcome(models.Model):
                 name="one_unfinished_outcome_per_repository",
             ),
         ]
+        # The lane asks for a tenant's latest dispatch at each admission.
+        indexes = [models.Index(fields=["tenant_slug", "last_dispatched_at"], name="outcome_turn_of_tenant")]
 
     def __str__(self) -> str:
         return f"{self.tenant_slug}/{self.repository_slug}"

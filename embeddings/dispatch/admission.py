@@ -23,8 +23,9 @@ class AdmissionPolicy:
     """How one kind of provider is called.
 
     `cap`: from the provider's `max_in_flight`, re-read at each admission, to how many calls may be out cluster-wide; None for
-    any number; may raise ProviderConfigurationError. `order`: among batches, `fair` takes the outcome least recently
-    dispatched, `fifo` the oldest task; interactive texts go first, but a batch overtaken for too long goes next.
+    any number; may raise ProviderConfigurationError. `order`: among batches, `fair` takes the tenant least recently
+    dispatched, and of it the outcome least recently dispatched, `fifo` the oldest task; interactive texts go first, but a
+    batch overtaken for too long goes next.
     `slot_belongs_to_call`: a cancelled task's slot stays taken until its call has ended, and vectors that come late are stored;
     otherwise a cancel breaks the call off and frees the slot. `notifies`: a final timeout notifies the owner before the slot is
     free.
@@ -80,7 +81,7 @@ def _any_number(max_in_flight: object) -> None:
 
 
 POLICIES: dict[ProviderKind, AdmissionPolicy] = {
-    # The lane: one call at a time, repositories in turns.
+    # The lane: one call at a time, tenants in turns, and each tenant's repositories.
     ProviderKind.OPENAI_COMPATIBLE: AdmissionPolicy(cap=_one, order="fair", slot_belongs_to_call=False, notifies=True),
     # Native Ollama: a cancelled caller hears at once, while the server goes on computing in its slot.
     ProviderKind.OLLAMA: AdmissionPolicy(cap=_positive, order="fifo", slot_belongs_to_call=True, notifies=True),

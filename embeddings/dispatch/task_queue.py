@@ -139,9 +139,9 @@ def refusal(run_id: int | None, outcome_id: int | None) -> str:
 def admit(provider_id: int, slots: Slots, order: Order) -> Dispatched | None:
     """Reclaims lost leases and dispatches the next task, if a slot is free: one transaction under the provider's lock.
 
-    `slots` judges the provider's cap, read anew each time, and may raise ProviderConfigurationError. `fair`: the outcome
-    least recently dispatched first; `fifo`: as they were put. Interactive tasks go first, but a batch that has been
-    overtaken for `LANE_BATCH_MAX_WAIT_MS` goes next.
+    `slots` judges the provider's cap, read anew each time, and may raise ProviderConfigurationError. `fair`: the tenant
+    least recently dispatched first, and its outcome least recently dispatched; `fifo`: as they were put. Interactive tasks
+    go first, but a batch that has been overtaken for `LANE_BATCH_MAX_WAIT_MS` goes next.
     """
     with transaction.atomic(), connection.cursor() as cursor:
         provider = _lock_provider(cursor, provider_id, sql.LOCK_TO_ADMIT)

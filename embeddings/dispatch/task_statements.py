@@ -83,7 +83,13 @@ WHERE t.provider_id = %(provider)s AND t.settled_at IS NULL AND t.state = {QUEUE
   AND (t.expires_at IS NULL OR t.expires_at > {{now}})
   AND (t.run_id IS NULL OR (r.dispatch_allowed AND o.status IN {UNDECIDED} AND g.model = p.embedding_model))
 ORDER BY """
-BY_ORDER = {"fair": "o.last_dispatched_at ASC NULLS FIRST, t.id", "fifo": "t.id"}
+# From the tenant's outcomes, also those that have ended: one that sweeps many small repositories has one turn all the same.
+TENANT_LAST_DISPATCHED = """
+(SELECT MAX(f.last_dispatched_at) FROM embeddings_repositoryoutcome f WHERE f.tenant_slug = o.tenant_slug)"""
+BY_ORDER = {
+    "fair": f"{TENANT_LAST_DISPATCHED} ASC NULLS FIRST, o.last_dispatched_at ASC NULLS FIRST, t.id",
+    "fifo": "t.id",
+}
 PICK = {
     (order, batch_first): f"{PICK_ANY} t.priority {'DESC' if batch_first else 'ASC'}, {by} LIMIT 1"
     for order, by in BY_ORDER.items()

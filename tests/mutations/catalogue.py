@@ -6,6 +6,7 @@ from tests.mutations.calls import CALL_MUTATIONS
 from tests.mutations.chat import CHAT_MUTATIONS
 from tests.mutations.circuit import CIRCUIT_MUTATIONS
 from tests.mutations.connections import CONNECTION_MUTATIONS
+from tests.mutations.dispatch import DISPATCH_MUTATIONS
 from tests.mutations.doctor import DOCTOR_MUTATIONS
 from tests.mutations.mutation import Mutation
 
@@ -15,4 +16,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *CHAT_MUTATIONS,
     *CONNECTION_MUTATIONS,
     *DOCTOR_MUTATIONS,
+    *DISPATCH_MUTATIONS,
 )

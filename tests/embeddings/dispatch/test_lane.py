@@ -1,17 +1,27 @@
 """The lane: single file, interactive first, bounded overtaking, repositories in turn."""
 
 import itertools
+import string
 from datetime import timedelta
 
 import pytest
 from django.utils import timezone
 
 from embeddings.dispatch import task_queue
+from embeddings.dispatch import task_statements as sql
 from embeddings.dispatch.admission import POLICIES
-from embeddings.models import EmbeddingTask, Provider
+from embeddings.models import EmbeddingTask, Provider, RepositoryOutcome
 from embeddings.states import ProviderKind, TaskPriority
 from embeddings.timeouts import ProviderTimeoutError
-from tests.support.factories import make_generation, make_outcome, make_provider, make_run, make_task
+from tests.support.factories import (
+    make_generation,
+    make_outcome,
+    make_provider,
+    make_repository,
+    make_run,
+    make_task,
+    make_tenant,
+)
 
 LANE = POLICIES[ProviderKind.OPENAI_COMPATIBLE]
 
@@ -104,6 +114,43 @@ class TestFairness:
             put(outcomes, "a")
             found += names[go(provider).outcome_id] + names[go(provider).outcome_id]
         assert found == "bababa" or found == "ababab"
+
+
+def neighbours(provider, many=3):
+    """Outcomes of two tenants: `a`, `b`, `c`, ... of one with this many repositories, and `z` of one with a single one."""
+    run = make_run(provider)
+    crowd = make_tenant(embedding_provider=provider)
+    outcomes = {
+        name: make_outcome(run, make_repository(crowd), status="embedding") for name in string.ascii_lowercase[:many]
+    }
+    return outcomes | {"z": make_outcome(run, status="embedding")}
+
+
+class TestTenantsTakeTurns:
+    def test_many_repositories_have_one_share(self, provider):
+        outcomes = neighbours(provider)
+        put(outcomes, *"aabbcczzzzzz")
+        assert order(provider, outcomes) == "azbzczazbzcz"
+
+    def test_a_turn_outlasts_the_outcome_that_had_it(self, provider):
+        """Otherwise a tenant whose small repositories end one after another would always come first."""
+        outcomes = neighbours(provider)
+        put(outcomes, *"azz")
+        names = {outcome.pk: name for name, outcome in outcomes.items()}
+        found = names[go(provider).outcome_id]
+        RepositoryOutcome.objects.filter(pk=outcomes["a"].pk).update(status="succeeded")
+        put(outcomes, "b")
+        found += names[go(provider).outcome_id] + names[go(provider).outcome_id]
+        RepositoryOutcome.objects.filter(pk=outcomes["b"].pk).update(status="succeeded")
+        put(outcomes, "c")
+        assert found + order(provider, outcomes) == "azbzc"
+
+    def test_twin_without_the_tenants_each_repository_has_a_share(self, provider, monkeypatch):
+        by_outcome = {key: pick.replace(sql.TENANT_LAST_DISPATCHED, "(SELECT 1)") for key, pick in sql.PICK.items()}
+        monkeypatch.setattr(sql, "PICK", by_outcome)
+        outcomes = neighbours(provider)
+        put(outcomes, *"aabbcczzzzzz")
+        assert order(provider, outcomes) == "abczabczzzzz"
 
 
 class TestInteractiveFirst:
