@@ -108,7 +108,17 @@ def serving(module: str, *options: str) -> Iterator[str]:
 def worker(concurrency: int = 16) -> Iterator[None]:
     """Runs a Celery worker for sweeps and embeddings for the block, which starts once the worker is ready."""
     log = var_dir() / f"worker-{next(_numbers)}.log"
-    words = ["worker", "-P", "threads", "-c", str(concurrency), "-Q", "sweeps,embeddings", "--loglevel", "INFO"]
+    words = [
+        "worker",
+        "-P",
+        "threads",
+        "-c",
+        str(concurrency),
+        "-Q",
+        "sweeps,embeddings,housekeeping",
+        "--loglevel",
+        "INFO",
+    ]
     with background([sys.executable, "-m", "celery", "-A", "project", *words], os.environ, log) as process:
         if not within(lambda: b" ready." in log.read_bytes() or process.poll() is not None, _READY_S) or process.poll():
             raise RuntimeError(f"the worker did not start: {log.read_text()[-2000:]}")

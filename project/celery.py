@@ -27,9 +27,11 @@ def _prepare_worker(sender: Any, **_: Any) -> None:
         raise SystemExit(
             "Sluicegate's workers run threads over one event loop per process: start the worker with -P threads."
         )
-    from embeddings.runtime import valkey
+    from embeddings.runtime import bulkheads, valkey
 
     valkey.ensure_server()
+    if type(concurrency := getattr(sender, "concurrency", None)) is int:
+        bulkheads.DRAINS.threads = concurrency
     importlib.import_module("openai")
 
 
@@ -44,3 +46,11 @@ def _stop_waiting(**_: Any) -> None:
     from embeddings.runtime import shutdown
 
     shutdown.requested.set()
+
+
+@signals.worker_shutdown.connect
+def _end_work(**_: Any) -> None:
+    """Waits for the work that Celery's pool has handed over."""
+    from embeddings.runtime import bulkheads
+
+    bulkheads.end_all()

@@ -109,11 +109,13 @@ CELERY_BROKER_URL = embedded.broker_url(VAR_DIR, os.environ) if EMBEDDED_VALKEY 
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_DEFAULT_QUEUE = "sweeps"
 # A turn's wake-up leaves its queue on delivery, without an acknowledgement (decision 12).
-CELERY_TASK_QUEUES = {"sweeps": {}, "embeddings": {}, "chat": {"no_ack": True}}
+CELERY_TASK_QUEUES = {"sweeps": {}, "embeddings": {}, "housekeeping": {}, "chat": {"no_ack": True}}
 CELERY_TASK_ROUTES = {
     "embeddings.drain_provider": {"queue": "embeddings"},
-    "embeddings.*": {"queue": "sweeps"},
-    "streaming.*": {"queue": "chat"},
+    "embeddings.scan_run": {"queue": "sweeps"},
+    "streaming.run_turn": {"queue": "chat"},
+    "embeddings.*": {"queue": "housekeeping"},
+    "streaming.*": {"queue": "housekeeping"},
 }
 CELERY_WORKER_POOL = "threads"
 CELERY_WORKER_CONCURRENCY = 16
@@ -149,6 +151,7 @@ BUSY_RETRY_AFTER_MAX_MS = _env.integer("BUSY_RETRY_AFTER_MAX_MS", 120_000, least
 BUSY_REQUEUES_MAX = _env.integer("BUSY_REQUEUES_MAX", 10, least=1)
 BUSY_TOTAL_MAX_MS = _env.integer("BUSY_TOTAL_MAX_MS", 900_000, least=1)
 SWEEP_CONCURRENCY = _env.integer("SWEEP_CONCURRENCY", 2, least=1, most=64)
+SCAN_THREADS = _env.integer("SCAN_THREADS", 8, least=1, most=256)
 SOURCE_DEADLINE_MS = _env.integer("SOURCE_DEADLINE_MS", 600_000, least=100)
 FILE_BYTES_MAX = _env.integer("FILE_BYTES_MAX", 1_000_000, least=1)
 # Any local path may be a source with the embedded Valkey only; a server must list the allowed folders.

@@ -1,4 +1,7 @@
-"""Celery's doors to chat, all on the queue `chat`. A message that comes twice does nothing the second time."""
+"""Celery's doors to chat. A message that comes twice does nothing the second time.
+
+Turns have a queue of their own, `chat`. Beat's work is housekeeping: a pool that is full of turns must not delay it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models.functions import Now
 
-from embeddings.runtime import shutdown
+from embeddings.runtime import bulkheads, shutdown
 from project.runtime.database_threads import in_fifo_thread
 from streaming.models import ChatTurn, Conversation
 from streaming.states import TURN_ENDED, TurnState
@@ -44,8 +47,13 @@ def _claim(public_id: str) -> tuple[ChatTurn, transitions.Claim] | None:
     return None if claim is None else (found, claim)
 
 
-@shared_task(name="streaming.tick", Request=_WAKE_UP_REQUEST)
+@shared_task(name="streaming.tick")
 def tick() -> None:
+    """Beat's round."""
+    bulkheads.ROUNDS.wake("turns", go_round)
+
+
+def go_round() -> None:
     """Ends orphaned turns, and wakes a worker again for those that have been queued for long."""
     for found in orphaned_turns.overdue_turns():
         if found.state == TurnState.QUEUED:
@@ -54,8 +62,13 @@ def tick() -> None:
             orphaned_turns.end_orphaned(found)
 
 
-@shared_task(name="streaming.purge", Request=_WAKE_UP_REQUEST)
+@shared_task(name="streaming.purge")
 def purge() -> None:
+    """Deletes turns past their retention."""
+    bulkheads.PURGES.wake("turns", purge_turns)
+
+
+def purge_turns() -> None:
     """Deletes turns that ended longer ago than RETENTION_DAYS, some at a time, and conversations left without any."""
     before = Now() - timedelta(days=settings.RETENTION_DAYS)
     old = ChatTurn.objects.filter(ended_at__lt=before, state__in=TURN_ENDED).values_list("pk", flat=True)

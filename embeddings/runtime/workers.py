@@ -7,10 +7,11 @@ from collections import Counter
 from celery import current_app
 from django.conf import settings
 
-_SWEEPS = "celery -A project worker -Q sweeps,embeddings -P threads -c 16"
+_SWEEPS = "celery -A project worker -Q sweeps,embeddings,housekeeping -P threads -c 16"
 START = {
     "sweeps": _SWEEPS,
     "embeddings": _SWEEPS,
+    "housekeeping": _SWEEPS,
     "chat": "celery -A project worker -Q chat -P threads -c 256",
 }
 START_BEAT = "celery -A project beat"

@@ -166,7 +166,7 @@ def _signature(var_dir: Path) -> str:
 
 
 def _start_worker(stage: Stage, running: ExitStack) -> None:
-    words = ["-A", "project", "worker", "-P", "threads", "-c", "16", "-Q", "sweeps,embeddings"]
+    words = ["-A", "project", "worker", "-P", "threads", "-c", "16", "-Q", "sweeps,embeddings,housekeeping"]
     say(f"\n$ celery {shlex.join(words)} &", bold=True)
     log = stage.var_dir / "worker.log"
     command = [sys.executable, "-m", "celery", *words, "--loglevel", "INFO"]

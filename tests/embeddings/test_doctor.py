@@ -74,7 +74,7 @@ def test_a_fresh_installation_is_told_what_is_missing(tmp_path):
     (line,) = (line for line in lines if line.startswith("error"))
     assert line.split()[:3] == ["error", "database", "answers;"]
     assert lines[lines.index(line) + 1].strip() == "-> manage.py migrate"
-    assert sum(line.startswith("warning  queue") for line in lines) == 3
+    assert sum(line.startswith("warning  queue") for line in lines) == 4
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
@@ -135,9 +135,9 @@ def test_git_that_is_not_there(monkeypatch, tmp_path):
 def test_a_queue_that_no_worker_takes_is_named_with_the_line_that_starts_one(chat_stack):
     queues = found(check_queues)
     assert queues["queue chat"].status == Status.OK
-    for name in ("queue sweeps", "queue embeddings"):
+    for name in ("queue sweeps", "queue embeddings", "queue housekeeping"):
         assert (queues[name].status, queues[name].detail) == (Status.ERROR, "no worker takes it")
-        assert queues[name].advice == "celery -A project worker -Q sweeps,embeddings -P threads -c 16"
+        assert queues[name].advice == "celery -A project worker -Q sweeps,embeddings,housekeeping -P threads -c 16"
 
 
 def test_a_worker_answers_and_one_that_stands_still_does_not(fleet):
@@ -233,7 +233,7 @@ def test_a_lane_that_nobody_drains(transactional_db):
     line = found(check_providers)["provider local"]
     assert line.status == Status.WARNING
     assert "0 at the server, 1 queued, the oldest for 3600 s: no worker sends them" in line.detail
-    assert "-Q sweeps,embeddings" in line.advice
+    assert "-Q sweeps,embeddings,housekeeping" in line.advice
     task.state = TaskState.DISPATCHED
     task.save()
     make_task(outcome, queued_at=timezone.now() - AN_HOUR)

@@ -12,17 +12,17 @@ pytestmark = pytest.mark.both_databases
 
 
 def test_doors_of_what_has_gone_do_nothing(transactional_db):
-    for task in (tasks.drain_provider, tasks.scan_run, tasks.advance_run):
-        task(10**9)
+    for work in (sweep.drain, tasks.scan_all, tasks.advance_one):
+        work(10**9)
 
 
 def test_duplicates_do_nothing(stage):
     a = stage.repository("a", *texts("alpha", 6))
     run = stage.start(a)
     for _ in range(2):
-        tasks.scan_run(run.pk)
-        tasks.drain_provider(stage.provider.pk)
-        tasks.advance_run(run.pk)
+        tasks.scan_all(run.pk)
+        sweep.drain(stage.provider.pk)
+        tasks.advance_one(run.pk)
     assert outcome_of(run, a).status == OutcomeStatus.SUCCEEDED
     assert set(stage.server.texts_seen.values()) == {1}
 
@@ -38,6 +38,6 @@ def test_beats_round_goes_on_past_a_run_that_cannot_be_advanced(stage, monkeypat
 
     monkeypatch.setattr(sweep, "advance", advance)
     RepositoryOutcome.objects.filter(run=fine).update(status=OutcomeStatus.CANCELLED)
-    tasks.tick()
+    tasks.go_round()
     fine.refresh_from_db()
     assert fine.status == RunStatus.CANCELLED

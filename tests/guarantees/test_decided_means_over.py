@@ -129,7 +129,7 @@ class TestDispatch:
         RepositoryOutcome.objects.filter(pk=outcome.pk).update(status=OutcomeStatus.FAILED, is_recorded=True)
         TenantRun.objects.filter(pk=run.pk).update(status=RunStatus.FAILED)
         assert "queued for an outcome that is decided" in manage("doctor").out
-        tasks.tick()
+        tasks.go_round()
         assert (queued_of(outcome), bound_for_ever(outcome).count()) == (0, 0)
         assert "queued for an outcome that is decided" not in manage("doctor").out
 

@@ -111,7 +111,7 @@ def test_cancelling_settling_and_storing_at_once(transactional_db):
 
 def over(run):
     """Whether the run is, after a round of beat's: bells are lost now and then, and the rows are looked at."""
-    tasks.tick()
+    tasks.go_round()
     run.refresh_from_db()
     return run.status not in RUN_UNFINISHED
 

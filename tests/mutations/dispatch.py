@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
+BULKHEADS = "embeddings/runtime/bulkheads.py"
+NEIGHBOURS = "tests/guarantees/test_neighbours.py"
 LANE = "tests/embeddings/dispatch/test_lane.py"
 
 DISPATCH_MUTATIONS = (
@@ -14,5 +16,21 @@ DISPATCH_MUTATIONS = (
         '    "fair": f"{TENANT_LAST_DISPATCHED} ASC NULLS FIRST, o.last',
         '    "fair": f"o.last',
         (LANE, "-k", "TenantsTakeTurns"),
+    ),
+    Mutation(
+        "Celery's pool does the work itself",
+        "-",
+        BULKHEADS,
+        "        self.put(begin)\n",
+        "        self._do(begin)\n",
+        (NEIGHBOURS, "-k", "beats and holds"),
+    ),
+    Mutation(
+        "wake-ups of the same work pile up",
+        "-",
+        BULKHEADS,
+        "            if key in self._waiting:\n                return\n",
+        "",
+        ("tests/embeddings/runtime/test_bulkheads.py", "-k", "waits_once"),
     ),
 )

@@ -135,7 +135,7 @@ class Soak:
                 self.step_ins.update(destroyers)
                 self.say(f"  stepping in as beat would: {seen}")
                 hold_valkey(settings.VAR_DIR)
-                retry_on_database_error(tasks.tick)
+                retry_on_database_error(tasks.go_round)
                 since = time.monotonic()
             time.sleep(0.1)
             connection.close_if_unusable_or_obsolete()
@@ -229,7 +229,7 @@ def _progress() -> dict[str, Any]:
 def _no_turn_is_unfinished() -> bool:
     """Looks as beat would, whose rounds end orphaned turns."""
     with suppress(*DATABASE_AWAY):
-        streaming.tasks.tick()
+        streaming.tasks.go_round()
         return not ChatTurn.objects.filter(state__in=TURN_UNFINISHED).exists()
     connection.close()
     return False

@@ -130,7 +130,7 @@ def _answers(url: str) -> bool:
 # --- workers for sweeps and embeddings ------------------------------------------------------------------------------
 # Leases short enough to be lost within a test; LEASE_RENEW_MS leaves room for busy cores.
 LEASES = {"LEASE_MS": "3000", "LEASE_RENEW_MS": "300"}
-QUEUES = ("sweeps", "embeddings")
+QUEUES = ("sweeps", "embeddings", "housekeeping")
 _numbers = itertools.count(1)
 
 
