@@ -6,6 +6,7 @@ A message is handed over to the threads of its kind of work, so that Celery's ow
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from functools import partial
 
 from celery import shared_task
@@ -22,7 +23,18 @@ logger = logging.getLogger(__name__)
 @shared_task(name="embeddings.drain_provider")
 def drain_provider(provider_id: int) -> None:
     """Drains one provider's queue until nothing can be admitted."""
-    bulkheads.DRAINS.wake(provider_id, partial(sweep.drain, provider_id))
+    bulkheads.DRAINS.wake(provider_id, partial(begin_drain, provider_id))
+
+
+def begin_drain(provider_id: int) -> None:
+    pieces = sweep.drain_in_pieces(provider_id, bulkheads.DRAINS)
+    pieces.ended.add_done_callback(partial(_log_failure, provider_id))
+    pieces.begin()
+
+
+def _log_failure(provider_id: int, ended: Future[int]) -> None:
+    if error := ended.exception():
+        logger.error("the drain of provider %s failed", provider_id, exc_info=error)
 
 
 @shared_task(name="embeddings.scan_run")

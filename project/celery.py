@@ -51,6 +51,9 @@ def _stop_waiting(**_: Any) -> None:
 @signals.worker_shutdown.connect
 def _end_work(**_: Any) -> None:
     """Waits for the work that Celery's pool has handed over."""
+    from embeddings.dispatch import waits
     from embeddings.runtime import bulkheads
 
-    bulkheads.end_all()
+    waits.end(bulkheads.DRAINS)
+    for each in (bulkheads.SCANS, bulkheads.ROUNDS, bulkheads.PURGES):
+        each.end()

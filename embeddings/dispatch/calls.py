@@ -1,4 +1,4 @@
-"""The embedding calls of one drain: sent for a task, or made ready ahead of its dispatch, and waited for."""
+"""The embedding calls of one drain: sent for a task, or made ready ahead of its dispatch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,22 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event
 
-from django.db import connection
-
-from embeddings.dispatch import batches, task_queue
-from embeddings.dispatch.admission import AdmissionPolicy
+from embeddings.dispatch import batches
 from embeddings.dispatch.batches import Batch
 from embeddings.dispatch.task_queue import Dispatched
 from embeddings.errors import ProviderError, SluicegateError
 from embeddings.models import EmbeddingGeneration, EmbeddingTask, Provider
 from embeddings.providers import adapter_for
 from embeddings.providers.base import EmbeddingCall, EmbeddingProvider, RawReply
-from embeddings.runtime.retry import DATABASE_AWAY
 from embeddings.timeouts import ProviderTimeoutError
 from project.runtime import event_loop
 
 logger = logging.getLogger(__name__)
 
 CONTROL_TEXT = "A plain sentence that every embedding model takes."
-_POLL_FIRST_S, _POLL_MOST_S = 0.25, 1.0
 
 # How a call ended; None: it was given up on purpose, and its task's row holds the reason.
 CallEnd = RawReply | ProviderError | ProviderTimeoutError | None
@@ -171,37 +165,3 @@ class Caller:
     def _deadline_s(self, is_interactive: bool) -> float:
         deadline_ms = self.provider.query_timeout_ms if is_interactive else self.provider.embedding_timeout_ms
         return max(1.0, deadline_ms / 1000)
-
-
-def wait_for_end(call: Call, policy: AdmissionPolicy, should_stop: Callable[[], bool]) -> CallEnd:
-    """Waits for the call, and polls whether its task was cancelled or the worker is to stop: then it is given up."""
-    # A caller waits for an interactive text, and may give it up: it is polled for more often.
-    poll_most_s = _POLL_FIRST_S if call.task.is_interactive else _POLL_MOST_S
-    poll_s, is_cancelled = _POLL_FIRST_S, False
-    if call.task.is_interactive:
-        _close_connection()
-    while True:
-        concurrent.futures.wait([call.future], timeout=poll_s)
-        if call.future.done():
-            return call.end()
-        if should_stop():
-            call.future.cancel()
-            # Of a task that was removed meanwhile, only the slot is left to give back.
-            if not task_queue.give_back(call.task):
-                task_queue.release_slot(call.task)
-            return None
-        # Away for longer than a retry lasts, the database must not cost the call its reply.
-        with contextlib.suppress(*DATABASE_AWAY):
-            is_cancelled = not policy.slot_belongs_to_call and task_queue.was_removed(call.task)
-        if is_cancelled:
-            call.future.cancel()
-            task_queue.release_slot(call.task)
-            return None
-        _close_connection()
-        poll_s = min(2 * poll_s, poll_most_s)
-
-
-def _close_connection() -> None:
-    """A call may last for minutes, callers are many, and PostgreSQL's connections few."""
-    if not connection.in_atomic_block:
-        connection.close()

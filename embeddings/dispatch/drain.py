@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from django.conf import settings
 
 from embeddings import codes
-from embeddings.dispatch import batches, delivery, reply_storage, task_queue
+from embeddings.dispatch import batches, delivery, reply_storage, task_queue, waits
 from embeddings.dispatch.admission import AdmissionPolicy, policy_for
-from embeddings.dispatch.calls import Call, CallEnd, Caller, wait_for_end
+from embeddings.dispatch.calls import Call, CallEnd, Caller
 from embeddings.dispatch.failures import Action, FailedCall, decide_failure
 from embeddings.dispatch.reply_storage import Answered
 from embeddings.dispatch.task_queue import Dispatched
+from embeddings.dispatch.waits import Out, Pieces, Steps
 from embeddings.errors import ProviderBusy, ProviderConfigurationError, ProviderError, SluicegateError
 from embeddings.models import Provider
 from embeddings.providers.base import EmbeddingProvider, RawReply
 from embeddings.runtime import leases, shutdown, wake_ups
+from embeddings.runtime.bulkheads import Bulkhead
 from embeddings.runtime.retry import DATABASE_AWAY, retried, retry_on_database_error
 from embeddings.timeouts import OnProviderTimeout, ProviderTimeoutError
 
@@ -65,6 +67,9 @@ class _Drain:
     def goes_on(self) -> bool:
         return self.controls.goes_on() and not self.controls.should_stop()
 
+    def out(self, call: Call) -> Out:
+        return Out(call, not self.policy.slot_belongs_to_call, self.controls.should_stop)
+
     def note_end(self, task: Dispatched) -> None:
         retry_on_database_error(partial(self.controls.on_task_ended, task))
 
@@ -79,7 +84,19 @@ class _Held:
 
 
 def drain(provider_id: int, controls: Controls) -> int:
-    """Repeats the step until nothing can be admitted. Returns how many tasks were dispatched."""
+    """Repeats the step until nothing can be admitted. Returns how many tasks were dispatched.
+
+    Waits for each call in this thread.
+    """
+    return waits.in_this_thread(_steps(provider_id, controls))
+
+
+def in_pieces(provider_id: int, controls: Controls, on: Bulkhead) -> Pieces:
+    """The same drain, not begun, whose calls hold no thread: what is done between them is done in the bulkhead."""
+    return Pieces(_steps(provider_id, controls), on)
+
+
+def _steps(provider_id: int, controls: Controls) -> Steps:
     provider = retry_on_database_error(Provider.objects.filter(pk=provider_id).first)
     if provider is None:
         return 0
@@ -90,7 +107,7 @@ def drain(provider_id: int, controls: Controls) -> int:
             following: _Held | None = task
             while following is not None:
                 dispatched += 1
-                following = _step(mine, following)
+                following = yield from _step(mine, following)
             _store_unstored(mine)
         if not mine.goes_on and task_queue.has_work(provider_id):
             # A drain that frees a slot admits the next task, or wakes another drain.
@@ -121,7 +138,7 @@ def _admit(mine: _Drain) -> _Held | None:
     return held
 
 
-def _step(mine: _Drain, held: _Held) -> _Held | None:
+def _step(mine: _Drain, held: _Held) -> Generator[Out, CallEnd, _Held | None]:
     """Carries one dispatched task to its answer or its end; returns the task that was dispatched in its place."""
     task = held.task
     with held.lease:
@@ -129,10 +146,10 @@ def _step(mine: _Drain, held: _Held) -> _Held | None:
         if call is None:
             mine.note_end(task)
             return None
-        end = _reply_to(mine, call)
+        end = yield from _reply_to(mine, call)
         if isinstance(end, RawReply):
             return _answered(mine, call, end)
-        if end is not None and _settle_failure(mine, call, end):
+        if end is not None and (yield from _settle_failure(mine, call, end)):
             # None of its ways frees the slot of a task that was cancelled during the call.
             task_queue.release_slot(task)
             mine.note_end(task)
@@ -153,8 +170,8 @@ def _start(mine: _Drain, task: Dispatched) -> Call | None:
     return call
 
 
-def _reply_to(mine: _Drain, call: Call) -> CallEnd:
-    """Waits for the reply, and meanwhile stores the one before it and prefetches."""
+def _reply_to(mine: _Drain, call: Call) -> Generator[Out, CallEnd, CallEnd]:
+    """Stores the reply before this call's and prefetches, and then lets the drain wait for its end."""
     try:
         call.left.wait(_DEPARTURE_S)
         # Before the storing, which may last as long as the call; and after it, for a lone repository's next task is only
@@ -165,7 +182,7 @@ def _reply_to(mine: _Drain, call: Call) -> CallEnd:
         except DATABASE_AWAY:
             logger.exception("a reply could not be stored; its batch is embedded again")
         _prefetch(mine)
-        end = wait_for_end(call, mine.policy, mine.controls.should_stop)
+        end = yield mine.out(call)
     except BaseException:  # Whatever ends this drain, Ctrl-C too: its call must not stay at the provider.
         call.future.cancel()
         raise
@@ -238,7 +255,9 @@ def _remember_format(provider: Provider, adapter: EmbeddingProvider) -> None:
 
 
 # --- a failure ----------------------------------------------------------------------------------------------------------
-def _settle_failure(mine: _Drain, call: Call, error: ProviderError | ProviderTimeoutError) -> bool:
+def _settle_failure(
+    mine: _Drain, call: Call, error: ProviderError | ProviderTimeoutError
+) -> Generator[Out, CallEnd, bool]:
     """Carries out what the policy decides of a failed call, whose slot is still taken. False if the drain gave it up."""
     task, batch = call.task, call.batch
     task_queue.count_calls(task, error.calls - 1)
@@ -247,7 +266,7 @@ def _settle_failure(mine: _Drain, call: Call, error: ProviderError | ProviderTim
     facts = FailedCall(task.is_interactive, len(batch.texts), is_half=task.split_from_id is not None)
     action = decide_failure(error, facts)
     if action is Action.SEND_CONTROL_TEXT:
-        judged = _judge(mine, call, error, facts)
+        judged = yield from _judge(mine, call, error, facts)
         if judged is None:
             return False
         error, action = judged
@@ -268,7 +287,7 @@ def _settle_failure(mine: _Drain, call: Call, error: ProviderError | ProviderTim
 
 def _judge(
     mine: _Drain, call: Call, error: ProviderError | ProviderTimeoutError, facts: FailedCall
-) -> tuple[ProviderError | ProviderTimeoutError, Action] | None:
+) -> Generator[Out, CallEnd, tuple[ProviderError | ProviderTimeoutError, Action] | None]:
     """Finds out whether the provider takes other texts, by the control text where no half has landed, and decides anew.
 
     A control text that meets a busy or silent server is the error that counts. None if the drain gave the call up.
@@ -278,7 +297,7 @@ def _judge(
     if not takes_others:
         control = mine.caller.send_control_text(call)
         task_queue.count_calls(call.task, 1)
-        end = wait_for_end(control, mine.policy, mine.controls.should_stop)
+        end = yield mine.out(control)
         if end is None:
             return None
         if isinstance(end, RawReply):

@@ -321,6 +321,14 @@ def was_removed(task: Dispatched) -> bool:
 
 
 @retried
+def removed_of(held: Sequence[Dispatched]) -> set[Dispatched]:
+    """Those of the tasks that were cancelled while their calls were out, by one query."""
+    removed = EmbeddingTask.objects.filter(pk__in=[task.id for task in held], state=TaskState.REMOVED)
+    tokens = dict(removed.values_list("pk", "dispatch_token"))
+    return {task for task in held if tokens.get(task.id) == task.token}
+
+
+@retried
 def count_calls(task: Dispatched, further: int) -> None:
     """Corrects the outcome's count of HTTP requests, one for each dispatch: more for retries, fewer if none left."""
     if further and task.outcome_id is not None:

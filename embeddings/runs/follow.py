@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from django.db import connection
 
-from embeddings.dispatch import task_queue
+from embeddings.dispatch import task_queue, waits
 from embeddings.models import TenantRun
 from embeddings.runs import sweep
 from embeddings.runtime import shutdown, wake_ups
+from embeddings.runtime.bulkheads import Bulkhead
 from embeddings.runtime.retry import DATABASE_AWAY, retry_on_database_error
 from embeddings.states import RUN_UNFINISHED
 
@@ -60,7 +61,7 @@ def patiently(transact: Callable[[], T]) -> T:
 
 
 class _StepIn:
-    """The follower's own threads: a drain for each slot that is idle, and one scan at a time for each run."""
+    """The follower's own work: a drain for each slot that is idle, and one scan at a time for each run."""
 
     def __init__(self) -> None:
         self._leave = threading.Event()
@@ -68,9 +69,13 @@ class _StepIn:
         # With no worker running, step in at once; a worker that starts later shares the rest.
         self._step_in_after_s = 0.0 if wake_ups.no_worker_listens() else STEP_IN_AFTER_S
         self._idle_since: dict[Work, float] = {}
-        self._at_work: dict[Work, list[Future[None]]] = {}
+        self._at_work: dict[Work, list[Future[Any]]] = {}
         self._advanced_at = 0.0
         self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="sluicegate-follow")
+        self._drains = Bulkhead("follow", _DRAINS_MAX, keeps_connections=True)
+        self._controls = replace(
+            sweep.CONTROLS, should_stop=lambda: self._leave.is_set() or shutdown.requested.is_set()
+        )
 
     def __enter__(self) -> _StepIn:
         return self
@@ -78,6 +83,7 @@ class _StepIn:
     def __exit__(self, *_: object) -> None:
         self._leave.set()
         self._pool.shutdown(wait=True)
+        waits.end(self._drains)
 
     def pause(self, seconds: float) -> None:
         """Waits for the next poll: not so long where work that was started here has ended."""
@@ -92,7 +98,7 @@ class _StepIn:
                 sweep.advance(run.pk, heartbeat=True)
         for run in unfinished:
             if self._is_due(("scan", run.pk), sweep.is_claimable(run)):
-                self._start(("scan", run.pk), partial(self._scan, run.pk))
+                self._start(("scan", run.pk), partial(self._pool.submit, self._scan, run.pk))
         for provider_id in {run.provider_id for run in unfinished}:
             if self._is_due(("drain", provider_id), task_queue.wants_drain(provider_id)):
                 self._start(("drain", provider_id), partial(self._drain, provider_id), at_most=_DRAINS_MAX)
@@ -104,8 +110,8 @@ class _StepIn:
             return False
         return time.monotonic() - self._idle_since.setdefault(work, time.monotonic()) >= self._step_in_after_s
 
-    def _start(self, work: Work, carry_out: Callable[[], None], at_most: int = 1) -> None:
-        """Starts the work unless `at_most` threads are at it already.
+    def _start(self, work: Work, begin: Callable[[], Future[Any]], at_most: int = 1) -> None:
+        """Begins the work unless it is done `at_most` times at once already.
 
         Raises what an ended one raised, except where it lost its database: that is started again.
         """
@@ -115,7 +121,7 @@ class _StepIn:
             with contextlib.suppress(*DATABASE_AWAY):
                 ended.result()
         if len(at_work) < at_most:
-            started = self._pool.submit(carry_out)
+            started = begin()
             started.add_done_callback(lambda _: self._has_ended_work.set())
             at_work.append(started)
 
@@ -126,9 +132,7 @@ class _StepIn:
         finally:
             connection.close()
 
-    def _drain(self, provider_id: int) -> None:
-        controls = replace(sweep.CONTROLS, should_stop=lambda: self._leave.is_set() or shutdown.requested.is_set())
-        try:
-            sweep.drain(provider_id, controls)
-        finally:
-            connection.close()
+    def _drain(self, provider_id: int) -> Future[int]:
+        pieces = sweep.drain_in_pieces(provider_id, self._drains, self._controls)
+        self._drains.put(pieces.begin)
+        return pieces.ended

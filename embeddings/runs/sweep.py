@@ -17,12 +17,14 @@ from embeddings.dispatch import drain as draining
 from embeddings.dispatch import task_queue
 from embeddings.dispatch.drain import Controls
 from embeddings.dispatch.task_queue import Dispatched
+from embeddings.dispatch.waits import Pieces
 from embeddings.errors import UsageError
 from embeddings.knowledge.source import RevisionMissing, SourceEmpty, SourceError, SourceRefused, SourceStopped
 from embeddings.models import Provider, Repository, RepositoryOutcome, TenantRun
 from embeddings.runs import circuit, orphaned_runs, progress, scan, totals, transitions
 from embeddings.runs.transitions import ScanClaim
 from embeddings.runtime import leases, shutdown, wake_ups
+from embeddings.runtime.bulkheads import Bulkhead
 from embeddings.runtime.retry import DATABASE_AWAY
 from embeddings.states import OUTCOME_ACTIVE, OUTCOME_UNFINISHED, RUN_UNFINISHED, OutcomeStatus, RunTrigger
 
@@ -136,6 +138,11 @@ CONTROLS = Controls(on_provider_timeout_for=circuit.on_provider_timeout_for, on_
 def drain(provider_id: int, controls: Controls = CONTROLS) -> int:
     """Drains the provider's queue under its runs' circuits. Returns how many tasks were dispatched."""
     return draining.drain(provider_id, controls)
+
+
+def drain_in_pieces(provider_id: int, on: Bulkhead, controls: Controls = CONTROLS) -> Pieces:
+    """The same, not begun, in pieces of work: a call that is out holds no thread."""
+    return draining.in_pieces(provider_id, controls, on)
 
 
 # --- advancing ----------------------------------------------------------------------------------------------------------

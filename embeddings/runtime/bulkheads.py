@@ -36,6 +36,8 @@ class Bulkhead:
 
         def begin() -> None:
             with self._lock:
+                if key not in self._waiting:
+                    return
                 self._waiting.discard(key)
             work()
 
@@ -53,12 +55,17 @@ class Bulkhead:
             self._pool.submit(self._do, work)
 
     def end(self) -> None:
-        """Waits for the work in hand, and drops what waits: rows are the truth."""
+        """Does what was put, drops the wake-ups that wait (rows are the truth), and closes the threads' connections."""
         with self._lock:
             pool, self._pool = self._pool, None
             self._waiting.clear()
-        if pool is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
+        if pool is None:
+            return
+        # Each thread waits until all have closed theirs: otherwise one thread could take two of these calls.
+        met = threading.Barrier(max(1, len(pool._threads)))
+        for _ in range(met.parties):
+            pool.submit(_close_connections, met)
+        pool.shutdown(wait=True)
 
     def _do(self, work: Callable[[], object]) -> None:
         close_old_connections()
@@ -72,15 +79,14 @@ class Bulkhead:
                 connections.close_all()
 
 
+def _close_connections(met: threading.Barrier) -> None:
+    connections.close_all()
+    met.wait()
+
+
 # As many as the worker's `--concurrency` (project/celery.py).
 DRAINS = Bulkhead("drains", settings.CELERY_WORKER_CONCURRENCY, keeps_connections=True)
 SCANS = Bulkhead("scans", settings.SCAN_THREADS)
 ROUNDS = Bulkhead("rounds", 1)
 # A purge may last for longer than a round may be late.
 PURGES = Bulkhead("purges", 1)
-
-
-def end_all() -> None:
-    """Ends the work of this process."""
-    for each in (SCANS, DRAINS, ROUNDS, PURGES):
-        each.end()

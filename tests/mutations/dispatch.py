@@ -33,4 +33,20 @@ DISPATCH_MUTATIONS = (
         "",
         ("tests/embeddings/runtime/test_bulkheads.py", "-k", "waits_once"),
     ),
+    Mutation(
+        "a call that is out holds its thread",
+        "-",
+        "embeddings/tasks.py",
+        "    pieces.begin()\n",
+        "    pieces.begin()\n    pieces.ended.result()\n",
+        (NEIGHBOURS, "-k", "healthy and holds"),
+    ),
+    Mutation(
+        "a cancel does not reach a call that holds no thread",
+        "-",
+        "embeddings/dispatch/waits.py",
+        '            on.wake("cancelled", partial(self._break_off_removed, outs))\n',
+        "            del on, outs\n",
+        (NEIGHBOURS, "-k", "broken_off"),
+    ),
 )

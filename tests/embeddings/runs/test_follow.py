@@ -7,9 +7,10 @@ import time
 import pytest
 from celery import current_app
 
+from embeddings.dispatch import drain
 from embeddings.models import EmbeddingTask, Provider, TenantRun
 from embeddings.runs import follow as following
-from embeddings.runs import sweep, transitions
+from embeddings.runs import transitions
 from embeddings.runs.follow import follow
 from embeddings.runtime import valkey, wake_ups
 from embeddings.states import RUN_UNFINISHED, OutcomeStatus, RunStatus, TaskState
@@ -132,7 +133,7 @@ def test_what_its_own_hands_raise_is_heard(stage, monkeypatch):
     def broken(*_):
         raise LookupError("broken")
 
-    monkeypatch.setattr(sweep, "drain", broken)
+    monkeypatch.setattr(drain, "_admit", broken)
     run = stage.start(stage.repository("a", "alpha"))
     with pytest.raises(LookupError):
         follow([run], poll_s=0.02)
