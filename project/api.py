@@ -26,6 +26,7 @@ from embeddings.registry.access import KeyLacksScope, KeyRefused, NotFound
 from embeddings.timeouts import ProviderTimeoutError, is_provider_timeout
 from project.runtime.error_place import place_of
 from streaming.api import chat, openai
+from streaming.http.error_words import without_errno
 from streaming.http.openai_shape import OpenAIError
 from streaming.refusals import TooManyTurns, TurnRefused, UnknownConversation, UnknownModel
 from streaming.upstream import strict_json
@@ -76,6 +77,8 @@ _STATUSES: tuple[tuple[type[SluicegateError], int, str], ...] = (
 @api.exception_handler(ProviderTimeoutError)
 def _on_own_error(request: HttpRequest, error: Exception) -> HttpResponse:
     code = str(getattr(error, "code", type(error).__name__))
+    if request.path.startswith("/v1/"):
+        code = without_errno(code)
     if is_provider_timeout(error):
         return _reply(OpenAIError(504, str(error), "timeout_error", code, may_retry=False))
     for kind, status, shape in _STATUSES:

@@ -28,6 +28,7 @@ class ChatTurn(models.Model):
 
     `request` is the OpenAI request as it was sent, without the fields that say how to deliver the answer. `choices` are
     `{"index", "message", "finish_reason"}` as in a chat completion, kept with whatever text there was at any end.
+    `reply_fields` are the provider's own beside them; `provider_code` and `error_param` are its words for an error.
     """
 
     public_id = models.UUIDField(default=uuid.uuid4, unique=True, editable=False)
@@ -41,12 +42,16 @@ class ChatTurn(models.Model):
     choices = models.JSONField(default=list)
     sources = models.JSONField(default=list)
     usage = models.JSONField(null=True, blank=True)
+    reply_fields = models.JSONField(default=dict, db_default=models.Value({}, models.JSONField()), blank=True)
     state = models.CharField(max_length=20, choices=TurnState, default=TurnState.QUEUED)
     stage = models.CharField(max_length=20, choices=TurnStage, blank=True)
     error_code = models.CharField(max_length=64, blank=True)
     error_kind = models.CharField(max_length=40, blank=True)
     error_status = models.PositiveSmallIntegerField(null=True, blank=True)
     error_detail = models.CharField(max_length=1000, blank=True)
+    # With a default of the database: workers of the release before insert turns without these columns.
+    provider_code = models.CharField(max_length=100, blank=True, default="", db_default="")
+    error_param = models.CharField(max_length=100, blank=True, default="", db_default="")
     retry_after_ms = models.PositiveIntegerField(null=True, blank=True)
     claim_token = models.CharField(max_length=32, blank=True)
     lease_expires_at = models.DateTimeField(null=True, blank=True)

@@ -8,6 +8,8 @@ from typing import Any
 from uuid import UUID
 
 from streaming import codes
+from streaming.http.error_words import word_of
+from streaming.upstream.retry import LASTING_PROVIDER_CODES
 
 _PASSED_ON = frozenset({400, 413, 422, 429, 503})
 _GATEWAY_TIMEOUT_KINDS = frozenset({"headers_timeout", "retrieval_timeout"})
@@ -29,10 +31,13 @@ class Shape:
         return self._head("chat.completion.chunk")
 
     def completion(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, sources: list[Any]
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, sources: list[Any], fields: dict[str, Any]
     ) -> dict[str, Any]:
-        """A whole `chat.completion`. `sources` is our extension: the knowledge rows given to the model."""
-        body = self._head("chat.completion") | {"choices": choices, "usage": usage}
+        """A whole `chat.completion`, with the provider's own fields.
+
+        `sources` is our extension: the knowledge rows given to the model.
+        """
+        body = fields | self._head("chat.completion") | {"choices": choices, "usage": usage}
         return body | ({"sources": sources} if sources else {})
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -61,8 +66,11 @@ class OpenAIError:
         return headers
 
 
-def error_of(end: dict[str, Any]) -> OpenAIError:
-    """The error for an end event other than completed. The client must not retry what was retried here already."""
+def error_of(end: dict[str, Any], *, delivered: bool = False) -> OpenAIError:
+    """The error for an end event other than completed. The client must not retry what was retried here already.
+
+    `delivered`: whether the client has had some of the answer.
+    """
     state, upstream = end["state"], end.get("status")
     status = _status_of(state, end["error_kind"], end["error_code"], upstream)
     message = end.get("message") or f"The answer ended as {state}."
@@ -74,9 +82,12 @@ def error_of(end: dict[str, Any]) -> OpenAIError:
         status,
         message,
         kind,
-        end["error_code"] or state,
+        word_of(end, delivered=delivered),
+        end.get("param") or None,
         retry_after_ms=end.get("retry_after_ms"),
-        may_retry=status in (429, 503) and end["error_code"] != codes.NO_WORKER,
+        may_retry=status in (429, 503)
+        and end["error_code"] != codes.NO_WORKER
+        and end.get("provider_code") not in LASTING_PROVIDER_CODES,
     )
 
 

@@ -39,7 +39,9 @@ async def completion(turn: ChatTurn) -> HttpResponse:
     ended = await latest(turn)
     if ended.state == TurnState.COMPLETED or ended.error_code == codes.ANSWER_TOO_LONG:
         choices = [{**choice, "finish_reason": choice["finish_reason"] or "length"} for choice in ended.choices]
-        return _with_turn(turn, JsonResponse(_shape(turn).completion(choices, ended.usage, ended.sources)))
+        return _with_turn(
+            turn, JsonResponse(_shape(turn).completion(choices, ended.usage, ended.sources, ended.reply_fields))
+        )
     return _error(turn, transitions.end_data(transitions.ending_of(ended)))
 
 
@@ -95,13 +97,13 @@ class _ChunkBody:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         # Django sends the status with the first bytes.
         if not any(event.type in (events.DELTA, events.END) for event in self._begun):
-            yield sse.comment("open")
+            yield self._stream.keep_alive()
         sent_at = time.monotonic()
         async with aclosing(self._events()) as all_events:
             async for event in all_events:
                 chunk = self._stream.render(event)
                 if not chunk and time.monotonic() - sent_at >= settings.CHAT_HEARTBEAT_MS / 1000:
-                    chunk = sse.HEARTBEAT
+                    chunk = self._stream.keep_alive()
                 if chunk:
                     sent_at = time.monotonic()
                     yield chunk

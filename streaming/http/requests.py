@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
 # These fields control the reply here; the provider does not get them.
-_OWN_FIELDS = frozenset({"model", "stream", "stream_options"})
+_OWN_FIELDS = frozenset({"model", "stream"})
 _OWN_FIELDS_OF_TURNS = _OWN_FIELDS | {"knowledge", "conversation"}
 CHOICES_MAX = 16
 TEXTS_MAX = 2048
@@ -20,7 +20,7 @@ TEXTS_MAX = 2048
 class StreamOptions(Schema):
     model_config = ConfigDict(extra="allow")
 
-    include_usage: StrictBool = False
+    include_usage: StrictBool | None = None
 
 
 class Message(Schema):
@@ -50,7 +50,7 @@ class ChatCompletionRequest(ChatParameters):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
 
 class NewTurnRequest(ChatParameters):
@@ -108,4 +108,9 @@ def turn_for_provider(request: HttpRequest) -> dict[str, Any]:
 
 
 def _without(request: HttpRequest, own: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in json.loads(request.body).items() if name not in own}
+    sent = {name: value for name, value in json.loads(request.body).items() if name not in own}
+    if isinstance(options := sent.pop("stream_options", None), dict):
+        # The provider is always asked for its usage.
+        options.pop("include_usage", None)
+        sent |= {"stream_options": options} if options else {}
+    return sent

@@ -98,6 +98,8 @@ def rendered(turn: ChatTurn) -> dict[str, Any]:
         "kind": turn.error_kind,
         "message": turn.error_detail,
         "status": turn.error_status,
+        "provider_code": turn.provider_code,
+        "param": turn.error_param,
     }
     attempts = [
         {
@@ -121,6 +123,7 @@ def rendered(turn: ChatTurn) -> dict[str, Any]:
         "choices": turn.choices,
         "sources": turn.sources,
         "usage": turn.usage,
+        "fields": turn.reply_fields,
         "error": error if turn.has_ended and turn.state != TurnState.COMPLETED else None,
         "attempts": attempts,
         "created_at": turn.created_at,

@@ -1,6 +1,7 @@
 """A chat answer as it grows: deltas are joined, and folded into the choices of a chat completion.
 
-Pure. A delta is OpenAI's: `{"content": "..."}`, `{"tool_calls": [...]}`, and other fields that a server sends.
+Pure. A delta is OpenAI's: `{"content": "..."}`, `{"tool_calls": [...]}`, and other fields that a server sends. The
+`fields` of a choice are its own beside the delta, such as log probabilities.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from streaming.upstream.deltas import TEXT_FIELDS
+from streaming.upstream.merging import folded, rest_of
+
 Delta = dict[str, Any]
 
-TEXT_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
+# The choice's keys in a chat completion that are not `fields`.
+_CHOICE_KEYS = frozenset({"index", "message", "finish_reason"})
 
 
 def joined(first: Delta, second: Delta) -> Delta | None:
@@ -38,17 +43,9 @@ def _joined_calls(first: Any, second: Any) -> Delta | None:
     return {"tool_calls": [{**first[0], "function": {**begun, "arguments": arguments}}]}
 
 
-def merged_logprobs(first: Any, second: Any) -> Any:
-    """The token lists of two deltas, one after the other; None where neither has any."""
-    lists = [_token_lists(each) for each in (first, second)]
-    names = dict.fromkeys(name for each in lists for name in each)
-    return {name: [token for each in lists for token in each.get(name, [])] for name in names} or None
-
-
-def _token_lists(logprobs: Any) -> dict[str, list[Any]]:
-    """The lists alone: only lists can be concatenated."""
-    found = logprobs if isinstance(logprobs, dict) else {}
-    return {name: tokens for name, tokens in found.items() if isinstance(tokens, list)}
+def joined_fields(first: Delta, second: Delta) -> Delta:
+    """The fields of a choice beside two of its deltas: lists such as log probabilities are appended, the rest replaced."""
+    return folded([first, second], joins=_no_text) if first and second else first or second
 
 
 class Answer:
@@ -61,93 +58,98 @@ class Answer:
     def offset(self, choice: int) -> int:
         """The number of characters of the choice's `content`."""
         found = self._choices.get(choice)
-        return found.lengths.get("content", 0) if found else 0
+        return found.content_length if found else 0
 
-    def add(self, choice: int, delta: Mapping[str, Any], logprobs: Any = None) -> None:
+    def add(self, choice: int, delta: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> None:
         part = self._choices.setdefault(choice, _Choice())
         self.characters += part.add(delta)
-        if logprobs:
-            part.logprobs = merged_logprobs(part.logprobs, logprobs)
+        if fields:
+            part.fields.append(fields)
 
-    def finish(self, choice: int, reason: str) -> None:
-        self._choices.setdefault(choice, _Choice()).finish_reason = reason
+    def finish(self, choice: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
+        part = self._choices.setdefault(choice, _Choice())
+        part.finish_reason = reason
+        if fields:
+            part.fields.append(fields)
 
     def choices(self) -> list[dict[str, Any]]:
-        """`{"index", "message", "finish_reason"}` of each choice, with `logprobs` where there are any."""
+        """`{"index", "message", "finish_reason"}` of each choice, and its further fields."""
         return [self._choices[index].as_dict(index) for index in sorted(self._choices)]
 
-    def missing_from(self, stored: list[dict[str, Any]]) -> list[tuple[int, Delta]]:
-        """The stored choices' content beyond this answer, as deltas: a reader of a broken log has not seen it."""
-        rest = ((choice["index"], self._rest(choice["index"], choice["message"])) for choice in stored)
-        return [(index, delta) for index, delta in rest if delta]
+    def missing_from(self, stored: list[dict[str, Any]]) -> list[tuple[int, Delta, Delta]]:
+        """The stored choices' deltas and fields beyond this answer: a reader of a broken log has not seen them."""
+        seen = {choice["index"]: choice for choice in self.choices()}
+        rest = [(each["index"], *_rest_of_choice(each, seen.get(each["index"], {}))) for each in stored]
+        return [(index, delta, fields) for index, delta, fields in rest if delta or fields]
 
     def finished(self, choice: int) -> bool:
         found = self._choices.get(choice)
         return bool(found and found.finish_reason)
 
-    def _rest(self, index: int, message: Mapping[str, Any]) -> Delta:
-        lengths = self._choices.get(index, _Choice()).lengths
-        rest: Delta = {}
-        for name in TEXT_FIELDS & message.keys():
-            if tail := (message[name] or "")[lengths.get(name, 0) :]:
-                rest[name] = tail
-        calls = [_rest_of_call(at, call, lengths) for at, call in enumerate(message.get("tool_calls") or [])]
-        if calls := [call for call in calls if call]:
-            rest["tool_calls"] = calls
-        return rest
-
 
 @dataclass
 class _Choice:
-    parts: dict[str, list[str]] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
+    """One choice in its pieces: they are folded once, when the choice is asked for."""
+
+    pieces: dict[str, list[Any]] = field(default_factory=dict)
+    calls: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
+    fields: list[Mapping[str, Any]] = field(default_factory=list)
+    content_length: int = 0
     finish_reason: str | None = None
-    logprobs: Any = None
 
     def add(self, delta: Mapping[str, Any]) -> int:
-        return sum(self._add_field(name, value) for name, value in delta.items() if value is not None)
-
-    def _add_field(self, name: str, value: Any) -> int:
-        if name in TEXT_FIELDS and isinstance(value, str):
-            return self._add_text(name, value)
-        if name == "tool_calls":
-            return sum(self._add_call(call) for call in value)
-        self.others[name] = value
-        return 0
-
-    def _add_text(self, name: str, text: str) -> int:
-        self.parts.setdefault(name, []).append(text)
-        self.lengths[name] = self.lengths.get(name, 0) + len(text)
-        return len(text)
+        """Returns the number of characters that the delta adds."""
+        characters = 0
+        for name, value in delta.items():
+            if value is None:
+                continue
+            if name == "tool_calls":
+                characters += sum(self._add_call(call) for call in value)
+                continue
+            self.pieces.setdefault(name, []).append(value)
+            if name in TEXT_FIELDS and isinstance(value, str):
+                characters += len(value)
+                self.content_length += len(value) if name == "content" else 0
+        return characters
 
     def _add_call(self, call: Mapping[str, Any]) -> int:
-        index = call.get("index", 0)
-        kept = self.calls.setdefault(index, {"id": None, "type": "function", "function": {"name": ""}})
-        function = call.get("function") or {}
-        kept.update({name: call[name] for name in ("id", "type") if call.get(name)})
-        if function.get("name"):
-            kept["function"]["name"] = function["name"]
-        return self._add_text(f"tool_calls.{index}", function.get("arguments") or "")
+        self.calls.setdefault(call.get("index", 0), []).append(call)
+        return len((call.get("function") or {}).get("arguments") or "")
 
     def as_dict(self, index: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": None, **self.others}
-        message |= {name: "".join(parts) for name, parts in self.parts.items() if name in TEXT_FIELDS}
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        message |= {name: folded(pieces, name) for name, pieces in self.pieces.items()}
         if self.calls:
-            message["tool_calls"] = [self._call(at) for at in sorted(self.calls)]
-        choice = {"index": index, "message": message, "finish_reason": self.finish_reason}
-        return choice | ({"logprobs": self.logprobs} if self.logprobs else {})
-
-    def _call(self, at: int) -> dict[str, Any]:
-        call = self.calls[at]
-        arguments = "".join(self.parts.get(f"tool_calls.{at}", []))
-        return {**call, "function": {**call["function"], "arguments": arguments}}
+            message["tool_calls"] = [_whole_call(self.calls[at]) for at in sorted(self.calls)]
+        fields = folded(self.fields, joins=_no_text) if self.fields else {}
+        return {**fields, "index": index, "message": message, "finish_reason": self.finish_reason}
 
 
-def _rest_of_call(at: int, call: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any] | None:
-    seen = lengths.get(f"tool_calls.{at}")
-    arguments = call["function"]["arguments"]
-    if seen is None:
-        return {"index": at, **call}
-    return {"index": at, "function": {"arguments": arguments[seen:]}} if arguments[seen:] else None
+def _whole_call(deltas: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """A tool call of its deltas: arguments are joined, of any other field the last that holds something counts."""
+    filled = [{name: value for name, value in each.items() if value not in (None, "")} for each in deltas]
+    call = folded(filled, joins=_joins_in_calls)
+    call.pop("index", None)
+    function = {"name": "", "arguments": "", **(call.get("function") or {})}
+    return {"id": None, "type": "function", **call, "function": function}
+
+
+def _rest_of_choice(stored: dict[str, Any], seen: dict[str, Any]) -> tuple[Delta, Delta]:
+    message, seen_message = dict(stored["message"]), dict(seen.get("message", {}))
+    calls, seen_calls = message.pop("tool_calls", None) or [], seen_message.pop("tool_calls", None) or []
+    message.pop("role", None)
+    delta = rest_of(message, seen_message) or {}
+    numbered = [(at, call, seen_calls[at] if at < len(seen_calls) else None) for at, call in enumerate(calls)]
+    rest = [(at, rest_of(call, known, joins=_joins_in_calls)) for at, call, known in numbered]
+    if found := [{"index": at, **each} for at, each in rest if each]:
+        delta["tool_calls"] = found
+    own = {name: value for name, value in stored.items() if name not in _CHOICE_KEYS}
+    return delta, rest_of(own, {name: seen.get(name) for name in own}, joins=_no_text) or {}
+
+
+def _joins_in_calls(name: str) -> bool:
+    return name in ("arguments", "input")
+
+
+def _no_text(name: str) -> bool:
+    return False

@@ -13,6 +13,8 @@ from typing import Any
 from uuid import UUID
 
 START, SOURCES, ATTEMPT, DELTA, FINISH, USAGE, END = "start", "sources", "attempt", "delta", "finish", "usage", "end"
+# The reply's own fields (`system_fingerprint`, `citations`, ...) that no delta carried.
+FIELDS = "fields"
 # Made by readers, never logged: notices, the whole turn where its log is gone, and ticks.
 NOTICE, SNAPSHOT, TICK = "notice", "snapshot", "tick"
 FENCE = "fence"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from streaming.log import events
-from streaming.log.answer import TEXT_FIELDS, Answer, Delta, joined, merged_logprobs
+from streaming.log.answer import Answer, Delta, joined, joined_fields
 from streaming.log.writer import TurnLog
-from streaming.upstream.chunks import ChatDelta, text_of
+from streaming.upstream.deltas import TEXT_FIELDS, ChatDelta
 
 JOIN_S = 0.020
 # Also bounded: log probabilities, and whatever else a provider sends beside the text.
@@ -21,7 +21,6 @@ LOG_BYTES_PER_CHARACTER = 16
 LOG_BYTES_LEAST = 1_000_000
 
 _NEVER = float("-inf")
-_READ = TEXT_FIELDS | {"role", "tool_calls"}
 
 Listener = Callable[[str, int, dict[str, Any]], None]
 
@@ -29,7 +28,8 @@ Listener = Callable[[str, int, dict[str, Any]], None]
 @dataclass
 class _Pending:
     delta: Delta
-    logprobs: Any
+    choice_fields: Delta
+    chunk_fields: Delta
 
 
 class Recorder:
@@ -47,6 +47,7 @@ class Recorder:
         self._loop = asyncio.get_running_loop()
         self._attempt = 0
         self._pending: dict[int, _Pending] = {}
+        self._reply_fields: Delta = {}
         self._logged_at = _NEVER
         self._timer: asyncio.Handle | None = None
 
@@ -58,15 +59,16 @@ class Recorder:
 
     def delta(self, delta: ChatDelta) -> None:
         """Takes one delta. The first is logged at once, later ones at most every 20 ms, joined."""
-        said, logprobs = _said(delta)
         pending = self._pending.get(delta.index)
-        if pending is not None and (both := joined(pending.delta, said)) is not None:
-            pending.delta, pending.logprobs = both, merged_logprobs(pending.logprobs, logprobs)
+        if pending is not None and (both := joined(pending.delta, delta.said)) is not None:
+            pending.delta = both
+            pending.choice_fields = joined_fields(pending.choice_fields, delta.choice_fields)
+            pending.chunk_fields = pending.chunk_fields | delta.chunk_fields
         else:
             if pending is not None:
                 self._emit(delta.index)
-            self._pending[delta.index] = _Pending(said, logprobs)
-        self._taken += len(delta.text) if delta.is_plain else _characters(said)
+            self._pending[delta.index] = _Pending(delta.said, delta.choice_fields, delta.chunk_fields)
+        self._taken += _characters(delta.said)
         due = self._logged_at + JOIN_S
         # A reader waits for the first; and nothing may follow the delta that fills the room.
         if self._logged_at == _NEVER or self._taken >= self._room:
@@ -85,9 +87,16 @@ class Recorder:
             for choice in list(self._pending):
                 self._emit(choice)
 
-    def finish(self, choice: int, reason: str) -> None:
-        self.event(events.FINISH, self._attempt, {"choice": choice, "finish_reason": reason})
-        self.answer.finish(choice, reason)
+    def finish(self, choice: int, reason: str, fields: Delta | None = None) -> None:
+        """Logs a choice's finish reason, with fields that the provider sent beside it."""
+        data = {"choice": choice, "finish_reason": reason} | ({"fields": fields} if fields else {})
+        self.event(events.FINISH, self._attempt, data)
+        self.answer.finish(choice, reason, fields)
+
+    def reply_fields(self, fields: Delta) -> None:
+        """Logs the whole reply's own fields, as far as no delta has carried them."""
+        if rest := {name: value for name, value in fields.items() if self._reply_fields.get(name) != value}:
+            self.event(events.FIELDS, self._attempt, {"fields": rest})
 
     def _emit(self, choice: int) -> None:
         pending = self._pending.pop(choice)
@@ -95,9 +104,12 @@ class Recorder:
             return
         delta = self._fitting(pending.delta)
         data: dict[str, Any] = {"choice": choice, "offset": self.answer.offset(choice), "delta": delta}
-        if pending.logprobs:
-            data["logprobs"] = pending.logprobs
-        self.answer.add(choice, delta, pending.logprobs)
+        if pending.choice_fields:
+            data["fields"] = pending.choice_fields
+        if pending.chunk_fields:
+            data["chunk_fields"] = pending.chunk_fields
+            self._reply_fields |= pending.chunk_fields
+        self.answer.add(choice, delta, pending.choice_fields)
         self._append(events.DELTA, data)
         self.is_full = self.answer.characters >= self._room or self._log_bytes > self._log_room
 
@@ -116,17 +128,7 @@ class Recorder:
 
 
 def _characters(said: Delta) -> int:
+    if len(said) == 1 and "content" in said:  # Almost every delta.
+        return len(said["content"])
     arguments = ((call.get("function") or {}).get("arguments") for call in said.get("tool_calls", ()))
     return sum(len(text) for text in (*said.values(), *arguments) if isinstance(text, str))
-
-
-def _said(delta: ChatDelta) -> tuple[Delta, Any]:
-    """The provider's delta in its own fields, without the role and without empty fields."""
-    if delta.is_plain:
-        return {"content": delta.text}, None
-    raw = delta.choice.get("delta") or {}
-    said = {name: value for name, value in raw.items() if name not in _READ and value not in (None, "", [])}
-    said |= {name: text for name in TEXT_FIELDS & raw.keys() if (text := text_of(raw[name]))}
-    if delta.tool_calls:
-        said["tool_calls"] = delta.tool_calls
-    return said, merged_logprobs(delta.choice.get("logprobs"), None)

@@ -59,6 +59,7 @@ class _Reading:
     def __init__(self, turn: ChatTurn, after: int) -> None:
         self._turn = turn
         self._seen = Answer()
+        self._fields: dict[str, Any] = {}
         # A reader from the middle does not know how much text it has had: it needs the whole log, or a snapshot of the turn.
         self._knows_all = after == 0
         self._heard_at = time.monotonic()
@@ -100,9 +101,12 @@ class _Reading:
             shown.append(event)
             self._kinds.add(event.type)
             if event.type == events.DELTA:
-                self._seen.add(event.data["choice"], event.data["delta"])
+                self._seen.add(event.data["choice"], event.data["delta"], event.data.get("fields"))
+                self._fields |= event.data.get("chunk_fields", {})
             elif event.type == events.FINISH:
-                self._seen.finish(event.data["choice"], event.data["finish_reason"])
+                self._seen.finish(event.data["choice"], event.data["finish_reason"], event.data.get("fields"))
+            elif event.type == events.FIELDS:
+                self._fields |= event.data["fields"]
         return [event for event in shown if event.type != events.FENCE] or [_TICK]
 
     def _misses_entries_before(self, event: Event) -> bool:
@@ -152,8 +156,11 @@ class _Reading:
         rest: list[tuple[str, dict[str, Any]]] = []
         if turn.sources and events.SOURCES not in self._kinds:
             rest.append((events.SOURCES, {"sources": turn.sources}))
-        for choice, delta in seen.missing_from(turn.choices):
-            rest.append((events.DELTA, {"choice": choice, "offset": seen.offset(choice), "delta": delta}))
+        for choice, delta, fields in seen.missing_from(turn.choices):
+            data = {"choice": choice, "offset": seen.offset(choice), "delta": delta}
+            rest.append((events.DELTA, data | ({"fields": fields} if fields else {})))
+        if fields := {name: value for name, value in turn.reply_fields.items() if self._fields.get(name) != value}:
+            rest.append((events.FIELDS, {"fields": fields}))
         for choice in turn.choices:
             reason, index = choice["finish_reason"], choice["index"]
             if reason and not seen.finished(index):
@@ -173,7 +180,7 @@ _TICK = made(events.TICK, {})
 
 def snapshot_of(turn: ChatTurn) -> dict[str, Any]:
     """A whole stored turn, for a reader whose log is gone."""
-    return {"choices": turn.choices, "sources": turn.sources, "usage": turn.usage}
+    return {"choices": turn.choices, "sources": turn.sources, "usage": turn.usage, "fields": turn.reply_fields}
 
 
 # Readers that poll their rows within this time share one statement (decision 11).

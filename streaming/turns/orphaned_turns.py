@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import datetime, timedelta
-from typing import cast
+from typing import Any, cast
 
 import redis
 from django.conf import settings
@@ -109,8 +109,8 @@ def _end_with_log(turn: ChatTurn, client: redis.Redis) -> bool:
     if claim is None:
         return False
     logged = _fence_and_read(client, turn)
-    answer, attempts = _rebuilt(logged)
-    ended = transitions.end(claim, WORKER_LOST, Result(answer.choices(), attempts=attempts))
+    answer, attempts, fields = _rebuilt(logged)
+    ended = transitions.end(claim, WORKER_LOST, Result(answer.choices(), attempts=attempts, fields=fields))
     if ended:
         _append_end(client, turn, WORKER_LOST, attempt=len(attempts))
     return ended
@@ -139,18 +139,24 @@ def _add(client: redis.Redis, key: str, seq: int, payload: bytes) -> None:
             raise
 
 
-def _rebuilt(logged: list[Event]) -> tuple[Answer, list[ChatAttempt]]:
+def _rebuilt(logged: list[Event]) -> tuple[Answer, list[ChatAttempt], dict[str, Any]]:
     answer, attempts = Answer(), []
+    fields: dict[str, Any] = {}
     for event in logged:
+        data = event.data
         if event.type == events.DELTA:
-            answer.add(event.data["choice"], event.data["delta"], event.data.get("logprobs"))
+            answer.add(data["choice"], data["delta"], data.get("fields"))
+            fields |= data.get("chunk_fields", {})
         elif event.type == events.FINISH:
-            answer.finish(event.data["choice"], event.data["finish_reason"])
+            answer.finish(data["choice"], data["finish_reason"], data.get("fields"))
+        elif event.type == events.FIELDS:
+            fields |= data["fields"]
         elif event.type == events.ATTEMPT:
             interrupted = {"end_state": TurnState.INTERRUPTED, "error_kind": WORKER_LOST.error_kind}
-            started_at = datetime.fromisoformat(event.data["started_at"])
+            started_at = datetime.fromisoformat(data["started_at"])
             attempts.append(ChatAttempt(number=event.attempt, started_at=started_at, **interrupted))
-    return answer, attempts
+    fields.pop("usage", None)
+    return answer, attempts, fields
 
 
 _asking = threading.Lock()

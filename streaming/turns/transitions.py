@@ -35,6 +35,7 @@ ORPHANED = Q(state=TurnState.RUNNING, lease_expires_at__lt=LeaseExpiry())
 END_WITHIN_S = 120.0
 NOTIFY_AGAIN_S = 10
 _DETAIL_MAX = 1000
+_WORD_MAX = 100
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a turn ended, and why. `status` is the provider's HTTP status, `detail` its message, bounded."""
+    """How a turn ended, and why.
+
+    `status` is the provider's HTTP status, `detail` its message, bounded; `provider_code` and `param` are its own words.
+    """
 
     state: TurnState
     error_code: str = ""
@@ -55,6 +59,8 @@ class Ending:
     status: int | None = None
     detail: str = ""
     retry_after_ms: int | None = None
+    provider_code: str = ""
+    param: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Result:
     choices: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] | None = None
     attempts: Sequence[ChatAttempt] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,7 @@ def end(held: Claim, ending: Ending, result: Result, first_content_at: datetime 
                 **_end_fields(ending),
                 choices=storable(result.choices),
                 usage=storable(result.usage),
+                reply_fields=storable(result.fields),
                 first_content_at=first_content_at,
             )
             if won:
@@ -178,6 +186,8 @@ def ending_of(turn: ChatTurn) -> Ending:
         turn.error_status,
         turn.error_detail,
         turn.retry_after_ms,
+        turn.provider_code,
+        turn.error_param,
     )
 
 
@@ -190,6 +200,8 @@ def end_data(ending: Ending) -> dict[str, Any]:
         "message": ending.detail,
         "status": ending.status,
         "retry_after_ms": ending.retry_after_ms,
+        "provider_code": ending.provider_code,
+        "param": ending.param,
     }
 
 
@@ -238,6 +250,8 @@ def _end_fields(ending: Ending) -> dict[str, Any]:
         "error_status": ending.status,
         "error_detail": storable(ending.detail[:_DETAIL_MAX]),
         "retry_after_ms": ending.retry_after_ms,
+        "provider_code": storable(ending.provider_code[:_WORD_MAX]),
+        "error_param": storable(ending.param[:_WORD_MAX]),
         "claim_token": "",
         "lease_expires_at": None,
         "ended_at": Now(),

@@ -85,11 +85,12 @@ class _Outcome:
     ending: Ending = INTERNAL_ERROR
     answer: Answer = field(default_factory=Answer)
     usage: dict[str, Any] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
     attempts: list[ChatAttempt] = field(default_factory=list)
     first_content_at: datetime | None = None
 
     def result(self) -> Result:
-        return Result(self.answer.choices(), self.usage, self.attempts)
+        return Result(self.answer.choices(), self.usage, self.attempts, self.fields)
 
 
 def run(turn: ChatTurn, claim: Claim, *, listener: Listener | None = None) -> Ending | None:
@@ -251,9 +252,11 @@ class _Streaming:
         outcome = self._outcome
         outcome.attempts.append(_row_of(result, number, is_full=recorder.is_full))
         outcome.first_content_at = outcome.first_content_at or result.first_content_at
+        outcome.fields = dict(result.reply_fields)
+        recorder.reply_fields(outcome.fields)
         # An answer that our bound has cut did not finish, though a finish reason may be in the same packet.
         for choice, reason in sorted(() if recorder.is_full else result.finish_reasons.items()):
-            recorder.finish(choice, reason)
+            recorder.finish(choice, reason, result.finish_fields.get(choice))
         if result.usage:
             outcome.usage = dict(result.usage)
             recorder.event(events.USAGE, number, {"usage": outcome.usage})
@@ -285,6 +288,8 @@ def _ending_of(result: AttemptResult) -> Ending:
         result.status,
         getattr(result.error, "detail", "") or result.detail,
         result.classification.retry_after_ms,
+        getattr(result.error, "provider_code", None) or "",
+        getattr(result.error, "param", None) or "",
     )
 
 

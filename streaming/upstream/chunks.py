@@ -1,60 +1,62 @@
 """Chat completion chunks: events -> typed deltas, finish reasons, usage and error frames (docs/architecture.md, Chat).
 
-Pure. Knows what counts as delivered: non-empty text, reasoning, refusal or tool-call deltas; a role-only or empty chunk
-does not. Each delta carries the provider's own objects, so that whatever else they hold survives.
+Pure. A delta counts as delivered if any field of it beside the role holds something; a role-only or empty chunk does not.
+Fields of chunks and choices that this module does not know are passed on with the deltas, or kept for the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from streaming.upstream import strict_json
+from streaming.upstream.deltas import ChatDelta, is_empty, said_by, text_of
 from streaming.upstream.error_frames import ERROR_FINISHES, Json, finish_error, frame_error, is_error_frame
 from streaming.upstream.errors import ProtocolError, StreamTruncatedError
+from streaming.upstream.merging import folded
 from streaming.upstream.sse_decoder import IncompleteSseEvent, SseEvent
-from streaming.upstream.tool_calls import ToolCalls, says_something
+from streaming.upstream.surrogates import Halves, may_hold_half, without_halves
+from streaming.upstream.tool_calls import ToolCalls
 
 # An answer has at most 128 choices; an endless supply of new ones must not fill our memory.
 MOST_CHOICES = 128
 FINISH_REASON_MAX = 64
 # Some servers send these in place of null.
 _NO_FINISHES = frozenset({"", "null", "none", "None"})
-
-
-@dataclass(slots=True)
-class ChatDelta:
-    """What one chunk added to one choice; never empty.
-
-    `tool_calls` have the API's shape. `choice` and `chunk` are the provider's own objects: only they hold log
-    probabilities, ids and a legacy `function_call`. With `is_plain` there is nothing but text, which can be joined to
-    neighbouring deltas.
-    """
-
-    index: int
-    text: str
-    reasoning: str
-    refusal: str
-    tool_calls: list[Json]
-    is_plain: bool
-    choice: Json
-    chunk: Json
+# They tell a client what to do next: servers that end each choice with a `stop` of their own must not replace them.
+_TELLING_FINISHES = frozenset({"tool_calls", "function_call", "length", "content_filter"})
+# What keep-alives say that are sent as data, in lower case and without the punctuation around it.
+_KEEP_ALIVES = frozenset(
+    {"", "alive", "heartbeat", "keep-alive", "keep_alive", "keepalive", "noop", "null", "ping", "pong", "processing"}
+)
+_PUNCTUATION = " .:[]()<>\"'\t\n"
+_KEEP_ALIVE_MAX = 24
+# Ours, read by rules of their own, or of no use to a client.
+_CHUNK_READ = frozenset({"id", "object", "created", "model", "choices", "usage", "error", "obfuscation"})
+_CHOICE_READ = frozenset({"index", "delta", "finish_reason", "message", "text", "error"})
 
 
 class ChunkReader:
     """The state of one answer while it is read: what was seen, what finished, what was used."""
 
-    def __init__(self, choices: int = 1, scrub: Callable[[str], str] = str) -> None:
+    def __init__(self, request: Mapping[str, Any] | None = None, scrub: Callable[[str], str] = str) -> None:
+        """`request` is the OpenAI request that is answered."""
+        wanted, options = (request or {}).get("n"), (request or {}).get("stream_options")
         self.finish_reasons: dict[int, str] = {}
+        self.finish_fields: dict[int, Json] = {}
+        self.reply_fields: Json = {}
         self.usage: Json | None = None
         self.chunks = 0
         self.delivered = False
         self.is_done = False
-        self._choices_wanted = choices
+        self._choices_wanted = wanted if type(wanted) is int and wanted > 0 else 1
+        self._sends_usage = isinstance(options, dict) and options.get("continuous_usage_stats") is True
         self._choices_seen: set[int] = set()
         self._says_elsewhere = False
         self._calls: dict[int, ToolCalls] = {}
+        self._halves = Halves()
+        self._may_hold_half = False
+        self._unsent_fields: Json = {}
         self._scrub = scrub
 
     @property
@@ -77,7 +79,10 @@ class ChunkReader:
             self.is_done = True
             return None
         chunk = self._parsed(event)
-        return None if chunk is None else self._take_chunk(chunk, is_named=_is_named(event))
+        if chunk is None:
+            return None
+        self._may_hold_half = may_hold_half(data)
+        return self._take_chunk(chunk, is_named=_is_named(event))
 
     def read_incomplete(self, event: IncompleteSseEvent) -> list[ChatDelta] | None:
         """The same for an event whose blank line never came: a whole chunk counts, a cut one is a truncation."""
@@ -103,9 +108,12 @@ class ChunkReader:
             return StreamTruncatedError("no_finish_reason")
         return StreamTruncatedError("no_content" if self.chunks else "no_chunks")
 
-    def _parsed(self, event: SseEvent) -> Json | None:
+    def _parsed(self, event: SseEvent) -> Any:
+        """The event's object; None for what is no chunk and no error either."""
+        if len(event.data) < _KEEP_ALIVE_MAX and event.data.lower().strip(_PUNCTUATION) in _KEEP_ALIVES:
+            return None
         try:
-            chunk = _parse(event.data)
+            chunk = strict_json.parse(event.data)
         except ValueError as error:
             if _is_named(event):
                 return None
@@ -122,61 +130,70 @@ class ChunkReader:
         if is_error_frame(chunk, is_named=is_named):
             raise frame_error(chunk, self._scrub)
         choices, usage = chunk.get("choices"), chunk.get("usage")
-        if isinstance(usage, dict):
+        if choices is not None and not isinstance(choices, list):
+            raise ProtocolError("malformed_chunk", f"the choices of chunk {self.chunks + 1} are no list")
+        if usage and isinstance(usage, dict):
             self.usage = usage
-        if choices is None and usage is None:
+        if isinstance(choices, list) and chunk.keys() - _CHUNK_READ:
+            self._note_fields(chunk)
+        if not choices and usage is None:
             return None
         self.chunks += 1
-        if choices is not None and not isinstance(choices, list):
-            raise ProtocolError("malformed_chunk", f"the choices of chunk {self.chunks} are no list")
-        deltas = [self._take_choice(choice, chunk) for choice in choices or ()]
+        deltas = [self._take_choice(choice) for choice in choices or ()]
         found = [delta for delta in deltas if delta is not None]
-        self.delivered = self.delivered or bool(found)
+        if found:
+            self.delivered = True
+            found[0].chunk_fields, self._unsent_fields = self._unsent_fields, {}
+            if self._sends_usage and usage:
+                found[0].chunk_fields = found[0].chunk_fields | {"usage": usage}
         return found
 
-    def _take_choice(self, choice: Any, chunk: Json) -> ChatDelta | None:
+    def _note_fields(self, chunk: Json) -> None:
+        """Keeps the chunk's own fields where they are new: some servers repeat them in each chunk."""
+        for name, value in chunk.items():
+            if name not in _CHUNK_READ and not is_empty(value) and self.reply_fields.get(name) != value:
+                self.reply_fields[name] = self._unsent_fields[name] = without_halves(value)
+
+    def _take_choice(self, choice: Any) -> ChatDelta | None:
         index = choice.get("index", 0) if isinstance(choice, dict) else None
         if type(index) is not int or not 0 <= index < MOST_CHOICES:
             raise ProtocolError("malformed_chunk", f"chunk {self.chunks} has a choice that is none")
-        delta = choice.get("delta")
+        self._choices_seen.add(index)
+        delta, reason = choice.get("delta"), choice.get("finish_reason")
         if not isinstance(delta, dict):
             delta = {}
-        self._choices_seen.add(index)
-        reason = choice.get("finish_reason")
-        if isinstance(reason, str) and reason not in _NO_FINISHES:
-            if reason in ERROR_FINISHES:
-                raise finish_error(reason, choice, text_of(delta.get("content")), self._scrub)
+        is_finish = isinstance(reason, str) and reason not in _NO_FINISHES
+        if is_finish and reason in ERROR_FINISHES:
+            raise finish_error(reason, choice, text_of(delta.get("content")), self._scrub)
+        if is_finish and not (reason == "stop" and self.finish_reasons.get(index) in _TELLING_FINISHES):
             self.finish_reasons[index] = reason[:FINISH_REASON_MAX]
-        found = self._delta_of(index, delta, choice, chunk)
-        if found is None and not self._says_elsewhere:
-            self._says_elsewhere = _says_elsewhere(choice)
-        return found
+        said = self._said_by(index, delta, is_last=is_finish)
+        fields = {}
+        if choice.keys() - _CHOICE_READ:
+            fields = {name: value for name, value in choice.items() if name not in _CHOICE_READ and not is_empty(value)}
+        if said:
+            return ChatDelta(index, said, fields, {})
+        if fields:
+            earlier = self.finish_fields.get(index)
+            self.finish_fields[index] = fields if earlier is None else folded([earlier, fields], joins=_never)
+        self._says_elsewhere = self._says_elsewhere or _says_elsewhere(choice)
+        return None
 
-    def _delta_of(self, index: int, delta: Json, choice: Json, chunk: Json) -> ChatDelta | None:
-        """None if the delta holds nothing that counts as delivered."""
+    def _said_by(self, index: int, delta: Json, *, is_last: bool) -> Json:
         text = delta.get("content")
-        if type(text) is not str:
-            text = text_of(text)
-        if len(delta) <= 2 and text and ("role" in delta or len(delta) == 1):  # Almost every chunk.
-            return ChatDelta(index, text, "", "", [], choice.get("logprobs") is None, choice, chunk)
-        reasoning = text_of(delta.get("reasoning_content")) or text_of(delta.get("reasoning"))
-        refusal = text_of(delta.get("refusal"))
-        calls = delta.get("tool_calls")
-        tool_calls = self._calls.setdefault(index, ToolCalls()).read(calls) if calls else []
-        legacy_call = says_something(delta.get("function_call"))
-        if not (text or reasoning or refusal or tool_calls or legacy_call):
-            return None
-        is_plain = bool(text) and not (reasoning or refusal or tool_calls or legacy_call or choice.get("logprobs"))
-        return ChatDelta(index, text, reasoning, refusal, tool_calls, is_plain, choice, chunk)
+        if type(text) is str and text and len(delta) <= 2 and ("role" in delta or len(delta) == 1):
+            said = {"content": text}  # Almost every chunk.
+        elif delta:
+            said = said_by(delta, self._calls.setdefault(index, ToolCalls()))
+        else:
+            said = {}
+        if self._halves or self._may_hold_half:
+            said = self._halves.mended(index, said, is_last=is_last)
+        return said
 
 
-def text_of(content: Any) -> str:
-    """Content as text; some servers send a list of typed parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    return "".join(text_of(part.get("text")) for part in content if isinstance(part, dict))
+def _never(name: str) -> bool:
+    return False
 
 
 def _is_named(event: SseEvent) -> bool:
@@ -198,22 +215,6 @@ def _says_elsewhere(choice: Json) -> bool:
 
 def _lenient_json(data: str) -> Any:
     try:
-        return _parse(data)
+        return strict_json.parse(data)
     except ValueError:
         return data
-
-
-def _parse(data: str) -> Any:
-    parsed = strict_json.parse(data)
-    # Only an escape can hold a lone surrogate, which no database and no socket accepts.
-    return _without_lone_surrogates(parsed) if "\\ud" in data or "\\uD" in data else parsed
-
-
-def _without_lone_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_without_lone_surrogates(item) for item in value]
-    if isinstance(value, dict):
-        return {_without_lone_surrogates(name): _without_lone_surrogates(item) for name, item in value.items()}
-    return value

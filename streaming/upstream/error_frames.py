@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streaming.upstream.errors import ProviderFrameError
+from streaming.upstream.surrogates import without_halves
 
 Json = dict[str, Any]
 
@@ -28,6 +29,7 @@ def is_error_frame(chunk: Json, *, is_named: bool) -> bool:
 
 def frame_error(frame: Any, scrub: Callable[[str], str]) -> ProviderFrameError:
     """The error that a frame reports: an object with or without an `error` in it, or plain words."""
+    frame = without_halves(frame)
     outer = frame if isinstance(frame, dict) else {"message": _as_words(frame)}
     said = outer.get("error") or outer
     inner = said if isinstance(said, dict) else {"message": _as_words(said)}
@@ -35,6 +37,7 @@ def frame_error(frame: Any, scrub: Callable[[str], str]) -> ProviderFrameError:
     return ProviderFrameError(
         scrub(_message_of(inner)),
         provider_code=scrub(name) if name is not None else None,
+        param=scrub(inner["param"]) if isinstance(inner.get("param"), str) else None,
         status=_status_in(inner) or _status_in(outer),
     )
 

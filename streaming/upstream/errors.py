@@ -104,19 +104,29 @@ class FinishGraceElapsedError(StreamTimeoutError):
 
 # --- the provider's reply --------------------------------------------------------------------------------------------
 class ProviderStatusError(ChatStreamError):
-    """The provider answered with an error status. `detail` is bounded and scrubbed; `provider_code` is its own code."""
+    """The provider answered with an error status.
+
+    `detail` is bounded and scrubbed; `provider_code` and `param` are the provider's own words, where it named them.
+    """
 
     code = "PROVIDER_STATUS"
     end_state = EndState.PROVIDER_ERROR
     error_kind = "status"
 
     def __init__(
-        self, status: int, detail: str, *, provider_code: str | None = None, retry_after_ms: int | None = None
+        self,
+        status: int,
+        detail: str,
+        *,
+        provider_code: str | None = None,
+        param: str | None = None,
+        retry_after_ms: int | None = None,
     ) -> None:
         super().__init__(f"the provider answered {status}: {detail}" if detail else f"the provider answered {status}")
         self.status = status
         self.detail = detail
         self.provider_code = provider_code
+        self.param = param
         self.retry_after_ms = retry_after_ms
 
 
@@ -127,10 +137,13 @@ class ProviderFrameError(ChatStreamError):
     end_state = EndState.PROVIDER_ERROR
     error_kind = "error_frame"
 
-    def __init__(self, detail: str, *, provider_code: str | None = None, status: int | None = None) -> None:
+    def __init__(
+        self, detail: str, *, provider_code: str | None = None, param: str | None = None, status: int | None = None
+    ) -> None:
         super().__init__(f"the provider reported an error in its stream: {detail}")
         self.detail = detail
         self.provider_code = provider_code
+        self.param = param
         self.status = status
 
 

@@ -27,9 +27,10 @@ import httpx2
 import openai
 
 from embeddings.providers.base import NO_KEY, scrubbed
-from embeddings.providers.http_base import retry_after_ms, unreadable_encoding
+from embeddings.providers.http_base import retry_after_ms
 from streaming.upstream.budgets import LARGEST_BUDGET_MS
-from streaming.upstream.chunks import ChatDelta, ChunkReader
+from streaming.upstream.chunks import ChunkReader
+from streaming.upstream.deltas import ChatDelta
 from streaming.upstream.errors import (
     ChatStreamError,
     EndState,
@@ -43,15 +44,14 @@ from streaming.upstream.provider_config import ProviderConfig
 from streaming.upstream.retry import NOTHING_TO_RETRY, RetryClassification, classify_retry_error, end_of
 from streaming.upstream.sse_decoder import SseDecodeError, SseDecoder
 from streaming.upstream.stream_clock import StreamClock
-from streaming.upstream.transport import http_client, read_prefix, shut_down, typed_transport_error
+from streaming.upstream.stream_start import stream_of
+from streaming.upstream.transport import http_client, shut_down, typed_transport_error
 from streaming.upstream.watchdog import CLEANUP_S, StreamGuard, close_within
 
 __all__ = ["AttemptResult", "ChatDelta", "ProviderConfig", "UpstreamAttempt", "close_clients", "open_attempt"]
 
 logger = logging.getLogger(__name__)
 
-PREFIX_BYTES = 200
-PREFIX_S = 0.5
 _TRANSPORT_ERRORS = openai.APIConnectionError | httpx2.HTTPError | httpx2.StreamError | httpx2.InvalidURL | OSError
 # Set by the pipeline; the other fields of a request are sent unchanged.
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "stream_options"})
@@ -62,6 +62,7 @@ class AttemptResult:
     """How an attempt ended, and what it received. Times of waiting are milliseconds of waiting for upstream.
 
     `error` is None exactly if the answer is complete. `detail` is fit for people: bounded, scrubbed, without answer text.
+    `finish_fields` are what a choice's finish brought beside its reason, `reply_fields` the reply's own fields.
     `first_content_ms` and `waited_ms` do not contain the consumer's own time.
     """
 
@@ -74,6 +75,8 @@ class AttemptResult:
     bytes: int
     comments: int
     finish_reasons: Mapping[int, str]
+    finish_fields: Mapping[int, dict[str, Any]]
+    reply_fields: Mapping[str, Any]
     usage: Mapping[str, Any] | None
     started_at: datetime
     ended_at: datetime
@@ -129,7 +132,7 @@ class UpstreamAttempt:
         self._clock = StreamClock(config.budgets)
         self._guard = StreamGuard(self._clock, self._abort, is_cancelled)
         self._decoder = SseDecoder()
-        self._reader = ChunkReader(_choices_wanted(request), self._scrub)
+        self._reader = ChunkReader(request, self._scrub)
         self._response: httpx2.Response | None = None
         self._started_at = datetime.now(UTC)
         self._first_content_at: datetime | None = None
@@ -190,12 +193,12 @@ class UpstreamAttempt:
 
     async def _stream(self, http: httpx2.Response) -> AsyncGenerator[ChatDelta, None]:
         """The deltas of a stream. Raises the error that ended it, if one did."""
-        await self._check_is_stream(http)
         self._clock.headers_arrived()
         body = http.aiter_bytes() if http.headers.get("content-encoding") else http.aiter_raw()
         packets = self._guard.watch(body, lambda packet: self._clock.bytes_arrived(len(packet)))
-        async with aclosing(packets):
-            async for packet in packets:
+        key_bytes = len((self._config.api_key or "").encode())
+        async with aclosing(stream_of(http, packets, self._scrub, key_bytes)) as stream:
+            async for packet in stream:
                 for delta in self._read(packet):
                     yield delta
         # The last event may lack its blank line.
@@ -206,27 +209,6 @@ class UpstreamAttempt:
         fault = self._reader.fault(lenient=self._config.lenient)
         if fault is not None:
             raise fault
-
-    async def _check_is_stream(self, http: httpx2.Response) -> None:
-        if unreadable := unreadable_encoding(http):
-            raise ProtocolError("content_encoding", f"the stream is encoded as {self._scrub(unreadable)}, unasked")
-        content_type = http.headers.get("content-type", "").partition(";")[0].partition(",")[0].strip().lower()
-        if content_type == "text/event-stream":
-            return
-        prefix = b""
-        # Longer by a key, so that the key is whole where it is scrubbed: half a key would not be recognized.
-        longest = PREFIX_BYTES + len((self._config.api_key or "").encode())
-        try:
-            async with asyncio.timeout(PREFIX_S):
-                prefix = await read_prefix(http, longest)
-        except (TimeoutError, httpx2.HTTPError):
-            pass  # The prefix is only for the message.
-        said = self._scrub(prefix.decode("utf-8", "replace"))[:PREFIX_BYTES]
-        raise ProtocolError(
-            "not_an_event_stream",
-            f"the provider answered {http.status_code} with {self._scrub(content_type) or 'no content type'}"
-            f" instead of an event stream: {said}",
-        )
 
     def _read(self, packet: bytes) -> Iterator[ChatDelta]:
         if self._reader.is_done:
@@ -273,11 +255,13 @@ class UpstreamAttempt:
         body = error.body if isinstance(error.body, dict) else {}
         message = body.get("message")
         code = body.get("code") if isinstance(body.get("code"), str) else body.get("type")
+        param = body.get("param")
         wished = retry_after_ms(error.response.headers)
         return ProviderStatusError(
             error.status_code,
             self._scrub(message if isinstance(message, str) and message else error.response.text),
             provider_code=self._scrub(code) if isinstance(code, str) else None,
+            param=self._scrub(param) if isinstance(param, str) else None,
             retry_after_ms=None if wished is None else min(wished, LARGEST_BUDGET_MS),
         )
 
@@ -294,6 +278,8 @@ class UpstreamAttempt:
             bytes=clock.bytes_received,
             comments=self._decoder.comments,
             finish_reasons=reader.finish_reasons,
+            finish_fields=reader.finish_fields,
+            reply_fields=reader.reply_fields,
             usage=reader.usage,
             started_at=self._started_at,
             ended_at=datetime.now(UTC),
@@ -382,8 +368,3 @@ def _new_client(config: ProviderConfig) -> _Client:
         http_client=http_client(),
     )
     return _Client(reached_by=(config.base_url, config.api_key), sdk=sdk)
-
-
-def _choices_wanted(request: Mapping[str, Any]) -> int:
-    wanted = request.get("n")
-    return wanted if type(wanted) is int and wanted > 0 else 1

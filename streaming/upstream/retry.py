@@ -39,6 +39,8 @@ TRANSIENT_PROVIDER_CODES = frozenset(
         "unavailable_error",
     }
 )
+# Refusals that look transient by their status, and last until somebody pays or changes the request.
+LASTING_PROVIDER_CODES = frozenset({"billing_hard_limit_reached", "insufficient_quota"})
 MAX_RETRIES = 2
 
 
@@ -93,15 +95,16 @@ def classify_retry_error(error: BaseException) -> RetryClassification:
     transport_code = first_transport_code(causes(error))
     if transport_code is not None:
         return RetryClassification(RetryKind.TRANSPORT, retryable=True, transport_code=transport_code)
-    status = _status_of(error)
+    status, provider_code = _status_of(error), getattr(error, "provider_code", None)
+    lasts = provider_code in LASTING_PROVIDER_CODES
     if isinstance(error, ProviderFrameError):
-        transient = status in TRANSIENT_STATUSES or error.provider_code in TRANSIENT_PROVIDER_CODES
-        return RetryClassification(RetryKind.ERROR_FRAME, retryable=transient, status=status)
+        transient = status in TRANSIENT_STATUSES or provider_code in TRANSIENT_PROVIDER_CODES
+        return RetryClassification(RetryKind.ERROR_FRAME, retryable=transient and not lasts, status=status)
     if status is not None:
         retry_after_ms = getattr(error, "retry_after_ms", None)
         return RetryClassification(
             RetryKind.STATUS,
-            retryable=status in TRANSIENT_STATUSES,
+            retryable=status in TRANSIENT_STATUSES and not lasts,
             status=status,
             retry_after_ms=retry_after_ms if type(retry_after_ms) is int else None,
         )

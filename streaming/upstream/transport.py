@@ -58,16 +58,6 @@ def shut_down(response: httpx2.Response) -> None:
         abort()
 
 
-async def read_prefix(response: httpx2.Response, limit_bytes: int) -> bytes:
-    """The first bytes of a body."""
-    prefix = b""
-    async for part in response.aiter_bytes():
-        prefix += part[:limit_bytes]
-        if len(prefix) >= limit_bytes:
-            break
-    return prefix[:limit_bytes]
-
-
 class _Transport(httpx2.AsyncHTTPTransport):
     """On connections of our own (decision 10). Cuts the body of an error reply, which the SDK would read whole."""
 

@@ -9,6 +9,7 @@ from tests.mutations.connections import CONNECTION_MUTATIONS
 from tests.mutations.dispatch import DISPATCH_MUTATIONS
 from tests.mutations.doctor import DOCTOR_MUTATIONS
 from tests.mutations.mutation import Mutation
+from tests.mutations.replies import REPLY_MUTATIONS
 
 MUTATIONS: tuple[Mutation, ...] = (
     *CIRCUIT_MUTATIONS,
@@ -17,4 +18,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *CONNECTION_MUTATIONS,
     *DOCTOR_MUTATIONS,
     *DISPATCH_MUTATIONS,
+    *REPLY_MUTATIONS,
 )

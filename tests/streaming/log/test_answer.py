@@ -63,8 +63,8 @@ def test_what_a_reader_of_a_broken_log_has_missed():
     stored = folded(*deltas).choices()
     for seen in range(len(deltas) + 1):
         reader = folded(*deltas[:seen])
-        for choice, delta in reader.missing_from(stored):
-            reader.add(choice, delta)
+        for choice, delta, fields in reader.missing_from(stored):
+            reader.add(choice, delta, fields)
         assert reader.choices() == stored
         assert reader.missing_from(stored) == []
 
@@ -121,16 +121,16 @@ def test_usage_and_sources_and_notices():
         END,
         include_usage=True,
     )
-    assert rendered[0] == b": no_data for 60.0 s"
-    assert rendered[1]["sources"] == [{"number": 1}]
-    assert "sources" not in rendered[2]
+    assert rendered[0]["choices"] == [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]
+    assert rendered[0]["sources"] == [{"number": 1}]
+    assert "sources" not in rendered[1]
     assert (rendered[3]["choices"], rendered[3]["usage"]) == ([], {"total_tokens": 3})
 
 
 def test_an_end_that_is_no_success_is_an_error_and_not_done():
     end = {"state": "idle_timeout", "error_code": "ETIMEDOUT", "error_kind": "silent", "message": "silent for 120 s"}
     rendered = chunks(DELTA, ("end", end))
-    assert rendered[-1]["error"]["code"] == "ETIMEDOUT"
+    assert rendered[-1]["error"]["code"] == "stream_idle_timeout"
     assert len(rendered) == 2
 
 

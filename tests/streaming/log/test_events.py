@@ -17,7 +17,7 @@ from streaming.models import ChatTurn
 from streaming.states import TurnState
 from streaming.turns import orphaned_turns
 from streaming.turns.transitions import Ending
-from streaming.upstream.chunks import ChatDelta
+from streaming.upstream.deltas import ChatDelta
 from tests.support.waiting import PROMPTLY_S, eventually
 
 NOW = 5.0
@@ -272,12 +272,11 @@ class Heard:
 
 
 def plain(text, index=0):
-    return ChatDelta(index, text, "", "", [], True, {"delta": {"content": text}}, {})
+    return ChatDelta(index, {"content": text}, {}, {})
 
 
 def raw(delta, index=0, **choice):
-    calls = delta.get("tool_calls", [])
-    return ChatDelta(index, delta.get("content", ""), "", "", calls, False, {"delta": delta, **choice}, {})
+    return ChatDelta(index, delta, choice, {})
 
 
 def recorded(*steps, room=1_000_000):

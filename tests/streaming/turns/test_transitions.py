@@ -11,7 +11,7 @@ from streaming.http import turn_requests
 from streaming.models import ChatAttempt, ChatTurn
 from streaming.refusals import TooManyTurns, UnknownConversation, UnknownModel
 from streaming.states import TURN_ENDED, TurnOrigin, TurnStage, TurnState
-from streaming.tasks import purge
+from streaming.tasks import purge_turns
 from streaming.turns import claims, orphaned_turns, transitions
 from streaming.turns.conversations import resolve
 from streaming.turns.model_list import chat_models, choose, default_model
@@ -205,7 +205,7 @@ def test_old_turns_are_purged_and_young_or_unfinished_ones_kept(tenant, settings
         attempt = ChatAttempt(number=1, started_at=timezone.now())
         assert transitions.end(claim, DONE, Result(attempts=[attempt]))
         ChatTurn.objects.filter(pk=row.pk).update(ended_at=ended_at)
-    purge()
+    purge_turns()
     assert set(ChatTurn.objects.values_list("pk", flat=True)) == {young.pk, unfinished.pk}
 
 

@@ -68,7 +68,7 @@ def assert_no_worker_is_said_within_seconds(chat):
     assert (end["state"], end["error_code"]) == ("interrupted", "NO_WORKER")
     with pytest.raises(openai.InternalServerError) as refused:
         asked()
-    assert (refused.value.status_code, refused.value.code) == (503, "NO_WORKER")
+    assert (refused.value.status_code, refused.value.code) == (503, "no_worker")
 
 
 def test_a_frozen_worker_that_comes_back_changes_and_appends_nothing(patient):

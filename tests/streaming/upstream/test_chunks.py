@@ -17,32 +17,32 @@ def chunk(delta, finish_reason=None, index=0, **fields):
     return event({"choices": [{"index": index, "delta": delta, "finish_reason": finish_reason}], **fields})
 
 
-def read(*events, choices=1):
-    """The reader, and all deltas as (index, text, reasoning, refusal, tool calls)."""
-    reader, found = ChunkReader(choices), []
+def read(*events, **request):
+    """The reader, and all deltas as (index, fields)."""
+    reader, found = ChunkReader(request), []
     for each in events:
-        found += [(d.index, d.text, d.reasoning, d.refusal, d.tool_calls) for d in reader.read(each) or []]
+        found += [(delta.index, delta.said) for delta in reader.read(each) or []]
     return reader, found
 
 
 CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": ""}}
 DELIVERED = [
-    ({"content": "a"}, ("a", "", "", [])),
-    ({"role": "assistant", "content": "a"}, ("a", "", "", [])),
-    ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, ("ab", "", "", [])),
-    ({"reasoning_content": "hm"}, ("", "hm", "", [])),
-    ({"reasoning": "hm", "content": ""}, ("", "hm", "", [])),
-    ({"refusal": "no"}, ("", "", "no", [])),
-    ({"tool_calls": [CALL]}, ("", "", "", [CALL])),
-    ({"content": "a", "refusal": "no", "reasoning": "hm"}, ("a", "hm", "no", [])),
-    ({"function_call": {"name": "look_up"}}, ("", "", "", [])),
+    ({"content": "a"}, {"content": "a"}),
+    ({"role": "assistant", "content": "a"}, {"content": "a"}),
+    ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"content": "ab"}),
+    ({"reasoning_content": "hm"}, {"reasoning_content": "hm"}),
+    ({"reasoning": "hm", "content": ""}, {"reasoning": "hm"}),
+    ({"refusal": "no"}, {"refusal": "no"}),
+    ({"tool_calls": [CALL]}, {"tool_calls": [CALL]}),
+    ({"content": "a", "refusal": "no", "reasoning": "hm"}, {"content": "a", "refusal": "no", "reasoning": "hm"}),
+    ({"function_call": {"name": "look_up"}}, {"function_call": {"name": "look_up"}}),
 ]
 
 
 @pytest.mark.parametrize(("delta", "expected"), DELIVERED)
 def test_text_reasoning_refusal_and_tool_calls_are_delivered(delta, expected):
     reader, found = read(chunk(delta))
-    assert found == [(0, *expected)]
+    assert found == [(0, expected)]
     assert reader.delivered
 
 
@@ -85,17 +85,18 @@ def test_a_heartbeat_is_no_chunk(heartbeat):
 
 def test_a_named_event_with_choices_is_a_chunk():
     _, found = read(SseEvent("completion", json.dumps({"choices": [{"delta": {"content": "a"}}]}), ""))
-    assert found == [(0, "a", "", "", [])]
+    assert found == [(0, {"content": "a"})]
 
 
-def test_the_providers_own_objects_survive():
+def test_the_providers_own_fields_survive():
     reader = ChunkReader()
-    sent = {"id": "c1", "odd": 1, "choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": {"content": []}}]}
+    logprobs = {"content": [{"token": "a"}]}
+    sent = {"id": "c1", "odd": 1, "choices": [{"index": 0, "delta": {"content": "a"}, "logprobs": logprobs}]}
     (delta,) = reader.read(event(sent))
-    assert (delta.chunk, delta.choice) == (sent, sent["choices"][0])
-    assert not delta.is_plain
-    (plain,) = reader.read(chunk({"content": "b"}))
-    assert plain.is_plain
+    assert (delta.chunk_fields, delta.choice_fields) == ({"odd": 1}, {"logprobs": logprobs})
+    (plain,) = reader.read(chunk({"content": "b"}, odd=1))
+    assert (plain.chunk_fields, plain.choice_fields) == ({}, {})
+    assert reader.reply_fields == {"odd": 1}
 
 
 FRAMES = [
@@ -148,10 +149,10 @@ def test_what_is_no_chunk_is_a_protocol_error(data, kind):
 
 
 def test_half_a_character_becomes_a_replacement_and_a_whole_one_stays():
-    _, found = read(event('{"choices": [{"delta": {"content": "a\\ud83d"}}]}'))
-    assert found[0][1] == "a�"
+    _, found = read(event('{"choices": [{"delta": {"content": "a\\ud83d"}, "finish_reason": "stop"}]}'))
+    assert found == [(0, {"content": "a�"})]
     _, found = read(event('{"choices": [{"delta": {"content": "\\uD83E\\uDD86"}}]}'))
-    assert found[0][1] == "🦆"
+    assert found == [(0, {"content": "🦆"})]
 
 
 T, F = chunk({"content": "a"}), chunk({}, "stop")
@@ -180,13 +181,13 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("events", "choices", "lenient", "missing"), ENDINGS)
 def test_an_answer_is_complete_once_every_choice_has_its_finish(events, choices, lenient, missing):
-    reader, _ = read(*events, choices=choices)
+    reader, _ = read(*events, n=choices)
     fault = reader.fault(lenient=lenient)
     assert (fault and fault.error_kind) == missing
 
 
 def test_finish_reasons_and_usage_are_kept_per_choice():
-    reader, _ = read(F, chunk({}, "length", index=1), chunk({}, "", index=2), U, choices=3)
+    reader, _ = read(F, chunk({}, "length", index=1), chunk({}, "", index=2), U, n=3)
     assert (reader.finish_reasons, reader.usage, reader.is_finished) == (
         {0: "stop", 1: "length"},
         {"total_tokens": 3},
