@@ -6,6 +6,7 @@ import json
 import logging
 from typing import Any
 
+from django.db import InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from ninja import NinjaAPI
 from ninja.errors import AuthenticationError, HttpError, ValidationError
@@ -54,6 +55,8 @@ api.add_router("/v1", openai)
 api.add_router("/api/chat", chat)
 api.add_router("/api", embeddings_router)
 
+DATABASE_RETRY_MS = 2_000
+
 # The first matching class decides. A provider's error (502) was retried here: the client must not retry it.
 _STATUSES: tuple[tuple[type[SluicegateError], int, str], ...] = (
     (KeyRefused, 401, "authentication_error"),
@@ -87,6 +90,14 @@ def _on_own_error(request: HttpRequest, error: Exception) -> HttpResponse:
             retry_after_ms = 1_000 if status in (429, 503) else None
             return _reply(OpenAIError(status, str(error), shape, code, param, retry_after_ms, status != 502))
     return _on_any_error(request, error)
+
+
+@api.exception_handler(OperationalError)
+@api.exception_handler(InterfaceError)
+def _on_database_away(request: HttpRequest, error: Exception) -> HttpResponse:
+    logger.error("%s %s: the database is away: %s", request.method, request.path, place_of(error))
+    message = "The database does not answer: try again in a moment."
+    return _reply(OpenAIError(503, message, "api_error", "database_unavailable", retry_after_ms=DATABASE_RETRY_MS))
 
 
 @api.exception_handler(AuthenticationError)

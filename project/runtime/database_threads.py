@@ -14,15 +14,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from django.db import close_old_connections, connection, connections
 
+from project.runtime.error_place import place_of
 from project.runtime.event_loop import PerLoop
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,14 +60,24 @@ def in_fifo_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 async def in_waiting_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The same for a call that also waits for another server. Its connections are closed when it returns."""
+    return await asyncio.wrap_future(_waiting_pool.submit(lambda: _call_and_close(call, *args, **kwargs)))
 
-    def call_and_close() -> T:
-        try:
-            return call(*args, **kwargs)
-        finally:
-            connections.close_all()
 
-    return await asyncio.get_running_loop().run_in_executor(_waiting_pool, call_and_close)
+def in_background(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Starts such a call and does not wait for it; an error of it is logged."""
+    _waiting_pool.submit(lambda: _call_and_close(call, *args, **kwargs)).add_done_callback(_log_error)
+
+
+def _call_and_close(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return call(*args, **kwargs)
+    finally:
+        connections.close_all()
+
+
+def _log_error(future: Future[object]) -> None:
+    if (error := future.exception()) is not None:
+        logger.error("a call in the background failed: %s", place_of(error))
 
 
 def close_connections() -> None:

@@ -10,10 +10,9 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from django.conf import settings
-from django.db import connections
 from django.http import HttpResponse, JsonResponse, StreamingHttpResponse
 
-from project.runtime.database_threads import in_database
+from project.runtime.database_threads import in_background, in_waiting_thread
 from streaming import codes
 from streaming.http import sse
 from streaming.http.openai_shape import Shape, error_of
@@ -22,7 +21,7 @@ from streaming.log.events import Event
 from streaming.models import ChatTurn
 from streaming.states import TurnState
 from streaming.turns import transitions
-from streaming.turns.follow import follow, latest
+from streaming.turns.follow import follow, stored_end
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ async def completion(turn: ChatTurn) -> HttpResponse:
     async with cancelled_by_hang_up(turn), aclosing(follow(turn)) as followed:
         async for _ in followed:
             pass
-    ended = await latest(turn)
+    ended = await stored_end(turn)
     if ended.state == TurnState.COMPLETED or ended.error_code == codes.ANSWER_TOO_LONG:
         choices = [{**choice, "finish_reason": choice["finish_reason"] or "length"} for choice in ended.choices]
         return _with_turn(
@@ -119,11 +118,8 @@ class _ChunkBody:
 
     def close(self) -> None:
         if not self._has_ended:
-            try:
-                transitions.request_cancel(self._turn)
-            finally:
-                # Django closes the reply in a thread, which must not keep a database connection open.
-                connections.close_all()
+            # Django closes all replies in one thread, which must not wait for a database that is away.
+            in_background(transitions.request_cancel_surely, self._turn)
 
 
 class cancelled_by_hang_up:
@@ -138,7 +134,7 @@ class cancelled_by_hang_up:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # Shielded: a second cancellation of this request must not leave the turn running without a client.
-            await asyncio.shield(in_database(transitions.request_cancel, self._turn))
+            await asyncio.shield(in_waiting_thread(transitions.request_cancel_surely, self._turn))
 
 
 def _shape(turn: ChatTurn) -> Shape:

@@ -7,11 +7,12 @@ or broken, the rest is read from the stored turn (docs/architecture.md, Chat).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from django.db import DatabaseError
+from django.db import DatabaseError, Error
 from django.db.models import BooleanField, ExpressionWrapper
 
 from project.runtime.database_threads import in_database, in_waiting_thread
@@ -25,10 +26,14 @@ from streaming.states import TurnState
 from streaming.turns import orphaned_turns
 from streaming.turns.transitions import ORPHANED, end_data, ending_of
 
+logger = logging.getLogger(__name__)
+
 # After so long without an event the reader polls the row.
 POLL_S = 0.5
 # The log of a turn that has ended: polled this often for unread events, for as long as a busy process may need to read them.
 LOG_POLL_S, LOG_TIMEOUT_S = 0.3, 10.0
+# A turn whose end was read has a row that says so, as soon as the database answers.
+END_READ_S = 120.0
 QUEUED_NOTICE_S = 5.0
 UNBOUNDED_NOTICE_S = 30.0
 
@@ -119,12 +124,16 @@ class _Reading:
         return is_gap
 
     async def _poll(self) -> list[Event]:
-        self._turn = await latest(self._turn)
-        if await self._is_over():
-            # The end is committed before it is logged: the log gets a moment to deliver it.
-            self._turn, self._end_is_stored = await latest(self._turn), True
-            self._end_seen_at = time.monotonic()
-            return [_TICK]
+        try:
+            self._turn = await latest(self._turn)
+            if await self._is_over():
+                # The end is committed before it is logged: the log gets a moment to deliver it.
+                self._turn, self._end_is_stored = await stored_end(self._turn), True
+                self._end_seen_at = time.monotonic()
+                return [_TICK]
+        except Error as error:
+            # The log goes on without the database.
+            logger.warning("turn=%s: its row cannot be read: %s", self._turn.public_id, type(error).__name__)
         return self._notice() or [_TICK]
 
     async def _is_over(self) -> bool:
@@ -190,7 +199,7 @@ _polls: dict[asyncio.AbstractEventLoop, tuple[set[int], asyncio.Task[dict[int, C
 
 
 async def latest(turn: ChatTurn) -> ChatTurn:
-    """The turn's row as it is now."""
+    """The turn's row as it is now; as it was where the database is away."""
     loop = asyncio.get_running_loop()
     if loop not in _polls:
         keys: set[int] = set()
@@ -199,9 +208,19 @@ async def latest(turn: ChatTurn) -> ChatTurn:
     keys.add(turn.pk)
     try:
         return (await asyncio.shield(rows))[turn.pk]
-    except DatabaseError:
+    except Error:
         # The next poll tries again.
         return turn
+
+
+async def stored_end(turn: ChatTurn) -> ChatTurn:
+    """The row of a turn that has ended. Waits while the database is away; DatabaseError after END_READ_S seconds."""
+    deadline = time.monotonic() + END_READ_S
+    while not (turn := await latest(turn)).has_ended:
+        if time.monotonic() > deadline:
+            raise DatabaseError("the end of the turn cannot be read")
+        await asyncio.sleep(POLL_S)
+    return turn
 
 
 async def _poll_rows(keys: set[int]) -> dict[int, ChatTurn]:

@@ -160,6 +160,11 @@ def request_cancel(turn: ChatTurn) -> bool:
     return ChatTurn.objects.filter(pk=turn.pk, state=TurnState.RUNNING).exists()
 
 
+def request_cancel_surely(turn: ChatTurn) -> bool:
+    """The same, again while the database is locked or away: a client that has hung up asks once."""
+    return retry_on_database_error(lambda: request_cancel(turn), END_WITHIN_S)
+
+
 def take_over_orphaned(turn: ChatTurn) -> Claim | None:
     """Claims a running turn whose lease has run out, to end it, not to run it again. None if it is not orphaned."""
     token = secrets.token_hex(16)

@@ -13,6 +13,22 @@ STREAMS = "tests/wires/test_streaming_cases.py"
 
 CHAT_MUTATIONS = (
     Mutation(
+        "a reader ends with its database",
+        "G14",
+        "streaming/turns/follow.py",
+        "        except Error as error:\n",
+        "        except ZeroDivisionError as error:\n",
+        ("tests/guarantees/test_database_away_chat.py", "-k", "streams_on"),
+    ),
+    Mutation(
+        "a hang-up is forgotten while the database is away",
+        "G14",
+        "streaming/turns/transitions.py",
+        "    return retry_on_database_error(lambda: request_cancel(turn), END_WITHIN_S)\n",
+        "    return request_cancel(turn)\n",
+        ("tests/guarantees/test_database_away_chat.py", "-k", "hang_up"),
+    ),
+    Mutation(
         "silence never runs a budget out",
         "G10",
         "streaming/upstream/watchdog.py",
@@ -24,8 +40,8 @@ CHAT_MUTATIONS = (
         "a hang-up leaves the turn running",
         "G10",
         "streaming/http/replies.py",
-        "                transitions.request_cancel(self._turn)\n",
-        "                pass\n",
+        "            in_background(transitions.request_cancel_surely, self._turn)\n",
+        "            pass\n",
         (CLIENT, "-k", "hang_up_closes"),
     ),
     Mutation(
