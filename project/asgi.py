@@ -1,4 +1,4 @@
-"""The ASGI entry point: `uvicorn project.asgi:application`."""
+"""The ASGI entry point, run by uvicorn with the options of the Procfile's `web`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from django.conf import settings
 from django.core.handlers.asgi import ASGIHandler
 
 from project.bounded_bodies import bounded_bodies
+from project.cors import with_cors
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
 django.setup(set_prefix=False)
@@ -30,7 +31,7 @@ class _Handler(ASGIHandler):
             await super().__call__(scope, receive, send)
 
 
-application = bounded_bodies(_Handler(), settings.CHAT_REQUEST_BYTES_MAX)
+application = with_cors(bounded_bodies(_Handler(), settings.CHAT_REQUEST_BYTES_MAX), settings.CORS_ALLOWED_ORIGINS)
 
 # Import every view now rather than during the first request.
 get_resolver().url_patterns  # noqa: B018

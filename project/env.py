@@ -47,6 +47,17 @@ class Env:
         raw = self.text(name)
         return tuple(word.strip() for word in raw.split(",") if word.strip()) if raw else default
 
+    def origins(self, name: str) -> tuple[str, ...]:
+        """A comma-separated list of browsers' origins (`https://host[:port]`), or `*` for any."""
+        given = self.words(name)
+        for origin in given:
+            parts = urlsplit(origin)
+            if origin != "*" and origin != f"{parts.scheme}://{parts.netloc}":
+                raise ImproperlyConfigured(
+                    f"{name} must list origins such as https://chat.example.com, not {origin!r}."
+                )
+        return given
+
     def path(self, name: str, default: Path) -> Path:
         raw = self.text(name)
         return (Path(raw).expanduser() if raw else default).resolve()

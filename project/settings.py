@@ -40,6 +40,7 @@ SECRET_KEY = _secret_key()
 DEBUG = _env.flag("DEBUG", default=False)
 ALLOWED_HOSTS = list(_env.words("ALLOWED_HOSTS", ("127.0.0.1", "localhost", "[::1]")))
 CSRF_TRUSTED_ORIGINS = list(_env.words("CSRF_TRUSTED_ORIGINS"))
+CORS_ALLOWED_ORIGINS = _env.origins("CORS_ALLOWED_ORIGINS")
 
 INSTALLED_APPS = [
     "unfold",
@@ -65,6 +66,7 @@ MIDDLEWARE = [
     "project.page_middleware.Authentication",
     "project.page_middleware.Messages",
     "project.page_middleware.XFrameOptions",
+    "project.api_errors.in_openai_shape",
 ]
 
 LOGIN_URL = "admin:login"

@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.db.models import Count, Q, QuerySet, Sum
@@ -28,22 +29,35 @@ GAP_MS = (50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 30_000, 60_000, 120_00
 
 
 async def metrics(request: HttpRequest) -> HttpResponse:
-    """Prometheus' text format. Needs METRICS_TOKEN as bearer token, except on loopback."""
+    """Prometheus' text format. Needs METRICS_TOKEN as bearer token; while none is set, a request on loopback."""
     if not _may_read(request):
-        return HttpResponse("Send METRICS_TOKEN as `Authorization: Bearer ...`.\n", status=403)
+        return HttpResponse("Set METRICS_TOKEN, and send it as `Authorization: Bearer ...`.\n", status=403)
     return HttpResponse(await in_database(_text), content_type=CONTENT_TYPE_LATEST)
 
 
 def _may_read(request: HttpRequest) -> bool:
     sent = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-    if settings.METRICS_TOKEN and hmac.compare_digest(sent, settings.METRICS_TOKEN.encode()):
-        return True
-    # A proxy on this machine forwards requests from other machines.
-    is_passed_on = "X-Forwarded-For" in request.headers or "Forwarded" in request.headers
+    if settings.METRICS_TOKEN:
+        return hmac.compare_digest(sent, settings.METRICS_TOKEN.encode())
+    # A proxy on this machine forwards requests from other machines, with their Host or with headers that name them.
+    is_passed_on = any(name in request.headers for name in ("X-Forwarded-For", "X-Real-IP", "Forwarded", "Via"))
+    # A request through a unix socket has no address; it most likely came from a proxy.
+    address, host = request.META.get("REMOTE_ADDR", ""), request.headers.get("Host", "")
+    return not is_passed_on and _is_loopback(address) and _is_loopback(_name_in(host))
+
+
+def _name_in(host: str) -> str:
+    """The host name or address of a Host header, without its port; empty if it is none."""
     try:
-        return not is_passed_on and ipaddress.ip_address(request.META.get("REMOTE_ADDR", "")).is_loopback
+        return urlsplit(f"//{host}").hostname or ""
     except ValueError:
-        # A request through a unix socket has no address; it most likely came from a proxy.
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
         return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.calls import CALL_MUTATIONS
 from tests.mutations.chat import CHAT_MUTATIONS
 from tests.mutations.circuit import CIRCUIT_MUTATIONS
+from tests.mutations.clients import CLIENT_MUTATIONS
 from tests.mutations.connections import CONNECTION_MUTATIONS
 from tests.mutations.dispatch import DISPATCH_MUTATIONS
 from tests.mutations.doctor import DOCTOR_MUTATIONS
@@ -19,4 +20,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *DOCTOR_MUTATIONS,
     *DISPATCH_MUTATIONS,
     *REPLY_MUTATIONS,
+    *CLIENT_MUTATIONS,
 )

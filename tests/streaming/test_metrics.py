@@ -75,10 +75,16 @@ def test_no_tenant_is_named(tenant):
 @pytest.mark.parametrize(
     ("address", "headers", "token", "allowed"),
     [
-        ("127.0.0.1", {}, "", True),
-        ("::1", {}, "", True),
+        ("127.0.0.1", {"Host": "127.0.0.1:8000"}, "", True),
+        ("127.0.0.1", {"Host": "localhost"}, "", True),
+        ("::1", {"Host": "[::1]:8000"}, "", True),
+        ("127.0.0.1", {"Host": "gate.example.com"}, "", False),
+        ("127.0.0.1", {"Host": "[::1"}, "", False),
+        ("127.0.0.1", {"Host": "localhost", "Via": "1.1 proxy"}, "", False),
+        ("127.0.0.1", {"Host": "localhost"}, "right", False),
+        ("127.0.0.1", {"Host": "localhost", "Authorization": "Bearer wrong"}, "right", False),
         ("10.0.0.9", {}, "", False),
-        ("127.0.0.1", {"X-Forwarded-For": "10.0.0.9"}, "", False),
+        ("127.0.0.1", {"Host": "localhost", "X-Forwarded-For": "10.0.0.9"}, "", False),
         ("", {}, "", False),
         ("10.0.0.9", {}, "right", False),
         ("10.0.0.9", {"Authorization": "Bearer wrong"}, "right", False),
@@ -88,7 +94,7 @@ def test_no_tenant_is_named(tenant):
 )
 def test_strangers_need_the_token(settings, address, headers, token, allowed):
     settings.METRICS_TOKEN = token
-    request = RequestFactory().get("/metrics", headers=headers, REMOTE_ADDR=address)
+    request = RequestFactory().get("/metrics", headers={"Host": "localhost"} | headers, REMOTE_ADDR=address)
     assert metrics._may_read(request) is allowed
 
 

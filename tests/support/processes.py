@@ -15,6 +15,7 @@ import httpx2
 import pytest
 from django.conf import settings
 from django.db import connection
+from honcho.environ import parse_procfile
 
 from embeddings.runtime import valkey
 from project.runtime.embedded import hold_valkey
@@ -101,20 +102,19 @@ def start_worker(name: str = "worker", **environ: str) -> Process:
     return process
 
 
-def start_web(name: str = "web", **environ: str) -> tuple[Process, str]:
-    """A web process, and its address."""
+def web_command() -> list[str]:
+    """The words of the Procfile's `web`, without its address."""
+    words = parse_procfile((CHECKOUT / "Procfile").read_text()).processes["web"].split()
+    for option in ("--host", "--port"):
+        at = words.index(option)
+        del words[at : at + 2]
+    return words
+
+
+def start_web(name: str = "web", *options: str, **environ: str) -> tuple[Process, str]:
+    """A web process with further options, and its address."""
     port = unused_port()
-    process = Process(
-        name,
-        "uvicorn",
-        "project.asgi:application",
-        "--port",
-        str(port),
-        "--lifespan",
-        "off",
-        "--no-access-log",
-        **environ,
-    )
+    process = Process(name, *web_command(), "--port", str(port), *options, **environ)
     address = f"http://127.0.0.1:{port}"
     eventually(lambda: _answers(f"{address}/healthz"), timeout=60, message=f"{name} answers")
     return process, address
