@@ -139,8 +139,10 @@ class _Parked:
         self._waiting: dict[Out, tuple[Pieces, float]] = {}
         self._looking: contextlib.ExitStack | None = None
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def has_any(self, on: Bulkhead) -> bool:
+        """Whether a call is out for a drain of this bulkhead."""
+        with self._lock:
+            return any(pieces.on is on for pieces, _ in self._waiting.values())
 
     def add(self, out: Out, pieces: Pieces) -> None:
         with self._lock:
@@ -163,9 +165,9 @@ class _Parked:
             for out, (pieces, parked_at) in self._waiting.items():
                 if out.is_broken_off and parked_at <= since:
                     waiting[pieces.on].append(out)
-        for on, outs in waiting.items():
-            # One question at a time, for all calls together.
-            on.wake("cancelled", partial(self._break_off_removed, outs))
+            for on, outs in waiting.items():
+                # One question at a time, for all calls together. Within the lock: see `end`.
+                on.wake("cancelled", partial(self._break_off_removed, outs))
         return True
 
     def give_back(self) -> None:
@@ -187,8 +189,8 @@ class _Parked:
         """Once for each call, whichever comes first: its end, a cancel, or the end of the worker."""
         with self._lock:
             found = self._waiting.pop(out, None)
-        if found is not None:
-            found[0].resume(end_of_call)
+            if found is not None:
+                found[0].resume(end_of_call)
 
 
 _parked = _Parked()
@@ -199,5 +201,6 @@ def end(on: Bulkhead) -> None:
     while True:
         _parked.give_back()
         on.end()
-        if not len(_parked):
+        # A call that ended meanwhile had its next piece put in the same moment.
+        if not _parked.has_any(on) and on.has_ended:
             return

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from django.conf import settings
 from django.db import close_old_connections, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,12 @@ class Bulkhead:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: set[Hashable] = set()
+        self._kept: set[BaseDatabaseWrapper] = set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing was put since the last `end`."""
+        return self._pool is None
 
     def wake(self, key: Hashable, work: Callable[[], object]) -> None:
         """Does the work for which a wake-up came; nothing where that of the same key waits already.
@@ -61,11 +68,13 @@ class Bulkhead:
             self._waiting.clear()
         if pool is None:
             return
-        # Each thread waits until all have closed theirs: otherwise one thread could take two of these calls.
-        met = threading.Barrier(max(1, len(pool._threads)))
-        for _ in range(met.parties):
-            pool.submit(_close_connections, met)
         pool.shutdown(wait=True)
+        with self._lock:
+            kept, self._kept = self._kept, set()
+        for connection in kept:
+            # The thread that opened it has ended.
+            connection.inc_thread_sharing()
+            connection.close()
 
     def _do(self, work: Callable[[], object]) -> None:
         close_old_connections()
@@ -75,13 +84,11 @@ class Bulkhead:
             # Whatever a piece of work raises ends that piece alone; the rows say what is left to do.
             logger.exception("a piece of work failed: %s", self._name)
         finally:
-            if not self._keeps_connections:
+            if self._keeps_connections:
+                with self._lock:
+                    self._kept.update(connections.all(initialized_only=True))
+            else:
                 connections.close_all()
-
-
-def _close_connections(met: threading.Barrier) -> None:
-    connections.close_all()
-    met.wait()
 
 
 # As many as the worker's `--concurrency` (project/celery.py).

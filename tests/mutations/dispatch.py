@@ -49,4 +49,12 @@ DISPATCH_MUTATIONS = (
         "            del on, outs\n",
         (NEIGHBOURS, "-k", "broken_off"),
     ),
+    Mutation(
+        "a bulkhead that ends leaves its connections open",
+        "-",
+        BULKHEADS,
+        "            connection.close()\n",
+        "            pass\n",
+        ("tests/embeddings/runtime/test_bulkheads.py", "-k", "kept_connection"),
+    ),
 )

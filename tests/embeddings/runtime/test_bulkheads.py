@@ -1,9 +1,10 @@
 """A bulkhead: so many threads for one kind of work, and no backlog of wake-ups for the same work."""
 
+import queue
 import threading
 
 import pytest
-from django.db import connection
+from django.db import DEFAULT_DB_ALIAS, connection, connections
 
 from embeddings.runtime.bulkheads import Bulkhead
 from tests.support.waiting import eventually
@@ -85,3 +86,24 @@ def test_its_threads_keep_no_connection_unless_they_are_to(transactional_db, kee
     assert (seen[1][0] is not None) == keeps
     bulkhead.put(connection.close)
     bulkhead.end()
+
+
+@pytest.mark.both_databases
+def test_its_end_closes_every_kept_connection(transactional_db, gate):
+    """That of a thread which is still at work when the end is asked for as well."""
+    keeping, opened = Bulkhead("keeping", 2, keeps_connections=True), queue.Queue()
+
+    def open_connection():
+        connection.ensure_connection()
+        opened.put(connections[DEFAULT_DB_ALIAS])
+        gate.wait(20)
+
+    keeping.put(open_connection)
+    kept = opened.get(timeout=20)
+    ending = threading.Thread(target=keeping.end)
+    ending.start()
+    eventually(lambda: keeping.has_ended)
+    assert kept.connection is not None
+    gate.set()
+    ending.join(20)
+    assert kept.connection is None
